@@ -35,7 +35,7 @@ test: check  ## lint, format, types, and every test
 
 wheel: install  ## builds dist/: the source archive, and the wheel from it
 	@rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --no-isolation
 
 test-wheel: wheel  ## a fast subset of the tests against that wheel, in a fresh environment outside the checkout
 	.ci/test-wheel

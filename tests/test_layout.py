@@ -1,0 +1,145 @@
+"""Guards of the tree: what may import what, what the README's map lists, how long a file gets, what no file names."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "kernels" / "amir_kernels"
+MAX_LINES = 600
+LISTED_FOLDERS = (
+    ".",
+    "amir",
+    "amir/recipes",
+    "amir/tasks",
+    "kernels",
+    "kernels/amir_kernels",
+    "bench",
+    "tests",
+)
+# Written in parts, so that this file does not name what it looks for.
+MACHINE_FOLDERS = "|".join(("tm" + "p", "wor" + "k", "roo" + "t", "hom" + "e"))
+MACHINE_PATH = re.compile(rf"(^|[^A-Za-z0-9_.~-])/({MACHINE_FOLDERS})/[a-z]")
+HOST = re.compile("|".join(("python" + "hosted", "npm" + "js", "pypi" + r"\.org")))
+
+in_checkout = pytest.mark.skipif(not KERNELS.exists(), reason="the sources are not here: tests run against a wheel")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """What git tracks or would track, so that a file is held to the rules before its first commit."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return tuple(path for path in listing.splitlines() if (ROOT / path).is_file())
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules loaded in a fresh interpreter by `statement`."""
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@in_checkout
+def test_kernels_is_a_folder_and_no_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide Hugging Face's package of that name"
+
+
+@in_checkout
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.name)
+def test_kernels_import_only_torch_and_triton_and_themselves_relatively(path):
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found = {(node.module or "").partition(".")[0]}
+        else:
+            continue
+        assert found <= allowed, f"line {node.lineno} imports {sorted(found - allowed)}"
+
+
+@in_checkout
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.name)
+def test_kernel_functions_are_annotated_except_triton_kernels(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(mark) for mark in node.decorator_list):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare = [argument.arg for argument in arguments if argument.annotation is None]
+        assert set(bare) <= {"self", "cls", "ctx"}, f"{node.name} (line {node.lineno}): {bare} without a type"
+        assert node.returns is not None, f"{node.name} (line {node.lineno}) without a result type"
+
+
+def test_importing_the_kernels_loads_nothing_of_the_trainer():
+    loaded = modules_after("import amir_kernels")
+    assert "amir_kernels" in loaded
+    assert not loaded & {"amir", "transformers", "peft", "kernels", "pydantic"}
+
+
+def test_a_configuration_is_read_without_torch():
+    pytest.importorskip("pydantic", reason="needs the extra `train`")
+    loaded = modules_after("import amir.config, amir.__main__")
+    assert "amir" in loaded
+    assert not loaded & {"torch", "triton", "transformers", "peft", "amir_kernels"}
+
+
+def test_no_module_is_longer_than_one_idea():
+    long = {path: n for path in tracked() if path.endswith(".py") and (n := lines_of(path)) > MAX_LINES}
+    assert not long, f"over {MAX_LINES} lines: {long}"
+
+
+def lines_of(path: str) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+def test_no_second_home_for_odds_and_ends():
+    placed_nowhere = re.compile(r"(^|/)(utils?|misc|helpers?|common|legacy|old_[^/]*)(\.py)?(/|$)|\.ipynb$")
+    assert [path for path in tracked() if placed_nowhere.search(path)] == []
+
+
+def test_no_file_names_a_machine_path_or_a_registry_host():
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path in tracked()
+        if Path(path).suffix in {"", ".py", ".md", ".toml", ".yaml", ".yml", ".txt"} or path.startswith(".ci/")
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if MACHINE_PATH.search(line) or HOST.search(line)
+    ]
+    assert found == []
+
+
+def tree_in_readme() -> set[str]:
+    """The paths in the README's map: nesting by two spaces, folders end in a slash, a description after two spaces."""
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"^## Map of the tree\n.*?^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert block, "the README has no `## Map of the tree` with a ```text block"
+    folders: list[str] = []
+    paths = set()
+    for line in filter(str.strip, block[1].splitlines()):
+        indent = len(line) - len(line.lstrip())
+        name = line.split()[0]
+        del folders[indent // 2 :]
+        paths.add("".join(folders) + name)
+        if name.endswith("/"):
+            folders.append(name)
+    return paths
+
+
+def test_the_readme_lists_what_is_there():
+    listed = tree_in_readme()
+    for path in listed:
+        assert any(file == path or (path.endswith("/") and file.startswith(path)) for file in tracked()), path
+
+
+def test_the_readme_lists_all_that_is_there():
+    parents = {path: str(Path(path).parent) for path in tracked()}
+    expected = {path for path, parent in parents.items() if parent in LISTED_FOLDERS}
+    expected |= {f"{part}/" for path in tracked() if "/" in path for part in [path.partition("/")[0]]}
+    assert expected - tree_in_readme() == set()
