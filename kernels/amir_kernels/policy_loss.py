@@ -1,40 +1,321 @@
-"""Policy losses of the GRPO family, built from parts, and the AMIR-GRPO loss on top of any of them."""
+"""Policy losses of the GRPO family, built from parts, and the AMIR-GRPO loss on top of any of them.
 
-from dataclasses import dataclass
-from typing import NamedTuple
+Per token t of row i, with rho the policy ratio, A the advantage and w an importance weight given by the caller:
 
+    loss_t = -w * surrogate(rho, A) + kl_coef * KL(ref) + mirror_coef * KL(old) - entropy_coef * H
+
+and the aggregation turns the tokens' losses into one number. `Objective` names the parts, `OBJECTIVES` the known
+choices. AMIR-GRPO (arXiv 2601.03661) adds the all-pairs preference loss: L = L_policy + lambda_reg * (-J_pref).
+
+Legend: B completions (rows), L padded length, T packed tokens, N tokens that count, n_i those of row i. Log-probs are
+in nats.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
+
+from ._checks import check_choice, check_float, check_positive, check_shape
+from ._layout import TokenLayout, compute_dtype, token_layout
+from .preference_loss import PairTotals, paired_preference, sequence_logprob
+
+MAX_LOG_RATIO = 20.0
+"""Bound on every log-ratio that is exponentiated: e^20 = 4.9e8 keeps float32 finite. Beyond it the gradient is zero."""
+
+VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
+
+RATIO_LEVELS = ("token", "sequence", "sequence_token", "none")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+AGGREGATIONS = (
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A policy objective as a choice of parts."""
+    """A policy objective as a choice of parts. Combinations that mean nothing raise ValueError and say why.
 
-    ratio: str = "token"
+    A part that the surrogate does not use must stay None; one that it uses gets its default.
+    """
+
+    ratio_level: str = "token"
+    """`token`: exp(lp - old). `sequence`: exp of its row mean (GSPO). `sequence_token`: the value of `sequence`, the
+    gradient of each token (GSPO-token). `none`: no ratio. With a sequence ratio, `token_mean` weights rows by length."""
+    surrogate: str = "clip"
+    """What is maximized, per token. `clip`: min(rho A, clip(rho) A). `cispo`: sg[clip(rho)] A lp. `sapo`: soft gate.
+    `geometric`: A exp(row mean of the sign-aware clamped log-ratio). `vespo`: sg[phi(W)] A lp. `logprob`: A lp."""
+    clip_low: float | None = None
+    """rho is clipped below at 1 - clip_low; default 0.2. `geometric` clamps lp - old at -clip_low."""
+    clip_high: float | None = None
+    """rho is clipped above at 1 + clip_high; default 0.2. `geometric` clamps lp - old at clip_high."""
+    clip_bounds: str = "relative"
+    """`relative`: [1 - clip_low, 1 + clip_high]. `raw` (cispo only): [clip_low, clip_high] themselves."""
+    dual_clip: float | None = None
+    """c > 1 + clip_high: where A < 0 the ratio counts at most c times (TRL's `delta`, verl's `clip_ratio_c`)."""
+    aggregation: str = "sequence_mean_token_mean"
+    """`token_mean`: sum / N. `sequence_mean_token_mean`: mean over rows of sum_i / n_i. `sequence_mean_token_sum`: mean
+    over rows of sum_i. `sequence_mean_token_sum_norm`: sum / (B max_completion_length)."""
+    max_completion_length: int | None = None
+    """the constant of `sequence_mean_token_sum_norm`, in tokens"""
+    kl_coef: float = 0.0
+    """weight of the KL to the reference"""
+    kl_estimator: str = "k3"
+    """of both KLs, with d = other - lp: `k1` -d (expected gradient zero), `k2` d^2/2, `k3` e^d - d - 1, `abs` |d|"""
+    kl_bias_correction: bool = False
+    """multiplies both KLs by rho, gradient included, so that they stay unbiased off policy"""
+    mirror_coef: float = 0.0
+    """weight of the KL to the old policy (arXiv 2503.06639, mirror descent); with kl_coef it is the two-KL scheme"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    sapo_tau_pos: float | None = None
+    """SAPO's temperature where A > 0; default 1.0"""
+    sapo_tau_neg: float | None = None
+    """SAPO's temperature elsewhere; default 1.05"""
+    vespo_k_pos: float | None = None
+    """VESPO's k where A >= 0; default 2"""
+    vespo_k_neg: float | None = None
+    """VESPO's k where A < 0; default 3"""
+    vespo_lambda_pos: float | None = None
+    """VESPO's lambda where A >= 0; default 3"""
+    vespo_lambda_neg: float | None = None
+    """VESPO's lambda where A < 0; default 2"""
+
+    def __post_init__(self) -> None:
+        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
+        check_choice("surrogate", self.surrogate, _SURROGATES)
+        check_choice("clip_bounds", self.clip_bounds, ("relative", "raw"))
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        for name in ("kl_coef", "mirror_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {getattr(self, name)!r}")
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef must be a finite number, got {self.entropy_coef!r}")
+        self._settle_own_parts()
+        self._refuse_combinations()
+
+    def _settle_own_parts(self) -> None:
+        """Fills in the defaults of the parts this surrogate uses and refuses those it does not."""
+        used = _SURROGATES[self.surrogate].defaults
+        for name in sorted({name for surrogate in _SURROGATES.values() for name in surrogate.defaults}):
+            value = getattr(self, name)
+            if name not in used:
+                if value is not None:
+                    raise ValueError(f"{name}={value!r} has no effect on surrogate={self.surrogate!r}: leave it None")
+            elif value is None:
+                object.__setattr__(self, name, used[name])
+            elif name.startswith("clip"):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+            else:
+                check_positive(name, value)
+
+    def _refuse_combinations(self) -> None:
+        levels = _SURROGATES[self.surrogate].ratio_levels
+        if self.ratio_level not in levels:
+            raise ValueError(
+                f"surrogate={self.surrogate!r} is defined for ratio_level {' or '.join(map(repr, levels))}, "
+                f"got {self.ratio_level!r}"
+            )
+        if self.kl_bias_correction and self.ratio_level == "none":
+            raise ValueError('kl_bias_correction=True multiplies the KL by the ratio; ratio_level="none" has none')
+        if self.dual_clip is not None:
+            if self.surrogate != "clip":
+                raise ValueError(f'dual_clip has no effect on surrogate={self.surrogate!r}; it belongs to "clip"')
+            if not 1 + (self.clip_high or 0) < self.dual_clip < math.inf:
+                raise ValueError(
+                    f"dual_clip must exceed 1 + clip_high = {1 + (self.clip_high or 0)}, got {self.dual_clip!r}"
+                )
+        if self.clip_bounds == "raw":
+            if self.surrogate != "cispo":
+                raise ValueError(f'clip_bounds="raw" belongs to surrogate="cispo", got surrogate={self.surrogate!r}')
+            if not (self.clip_low or 0) <= 1 <= (self.clip_high or 0):
+                raise ValueError(
+                    f"raw bounds must enclose 1, got [{self.clip_low}, {self.clip_high}]; "
+                    'bounds around 1 are clip_bounds="relative"'
+                )
+        if self.max_completion_length is not None:
+            if self.aggregation != "sequence_mean_token_sum_norm":
+                raise ValueError(
+                    f"max_completion_length has no effect on aggregation={self.aggregation!r}; "
+                    'it belongs to "sequence_mean_token_sum_norm"'
+                )
+            check_positive("max_completion_length", self.max_completion_length)
+
+    def replace(self, **parts: Any) -> "Objective":
+        """The same objective with other values for the named parts; an unknown part raises TypeError."""
+        return replace(self, **parts)
 
 
-OBJECTIVES: dict[str, Objective] = {}
+# ---- surrogates: what each token's policy term maximizes -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Clean float32 or float64 values per token; exact zeros where the mask is off."""
+
+    logprobs: Tensor
+    log_ratio: Tensor
+    """lp - old, not guarded"""
+    ratio: Tensor
+    """rho at the objective's level, from guarded log-ratios"""
+    advantages: Tensor
+    layout: TokenLayout
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        return self.layout.sum(values) / self.layout.counts(values.dtype).clamp(min=1)
+
+
+class _Gain(NamedTuple):
+    value: Tensor
+    """to maximize, per token"""
+    clipped_low: Tensor | None = None
+    """bool per token: the lower clip took the gradient (`clip`, `geometric`) or changed the coefficient (`cispo`)"""
+    clipped_high: Tensor | None = None
+    clipped_dual: Tensor | None = None
+
+
+def _guarded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _choose(positive: Tensor, here: float, elsewhere: float, dtype: torch.dtype) -> Tensor:
+    return torch.full_like(positive, elsewhere, dtype=dtype).masked_fill(positive, here)
+
+
+def _clip(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: float) -> _Gain:
+    ratio, advantages = tokens.ratio, tokens.advantages
+    low, high = 1 - clip_low, 1 + clip_high
+    upper = ratio if objective.dual_clip is None else ratio.clamp(max=objective.dual_clip)
+    return _Gain(
+        torch.minimum(upper * advantages, ratio.clamp(low, high) * advantages),
+        clipped_low=(ratio < low) & (advantages < 0),
+        clipped_high=(ratio > high) & (advantages > 0),
+        clipped_dual=None if objective.dual_clip is None else (ratio > objective.dual_clip) & (advantages < 0),
+    )
+
+
+def _cispo(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: float) -> _Gain:
+    low, high = clip_low, clip_high
+    if objective.clip_bounds == "relative":
+        low, high = 1 - low, 1 + high
+    ratio = tokens.ratio.detach()
+    coefficient = ratio.clamp(low, high) * tokens.advantages
+    return _Gain(coefficient * tokens.logprobs, clipped_low=ratio < low, clipped_high=ratio > high)
+
+
+def _sapo(tokens: _Tokens, objective: Objective, sapo_tau_pos: float, sapo_tau_neg: float) -> _Gain:
+    positive = tokens.advantages > 0
+    tau = _choose(positive, sapo_tau_pos, sapo_tau_neg, tokens.ratio.dtype)
+    return _Gain(torch.sigmoid(tau * (tokens.ratio - 1)) * (4 / tau) * tokens.advantages)
+
+
+def _vespo(
+    tokens: _Tokens,
+    objective: Objective,
+    vespo_k_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_pos: float,
+    vespo_lambda_neg: float,
+) -> _Gain:
+    log_weight = tokens.layout.sum(tokens.log_ratio.detach()).clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    log_weight = tokens.layout.spread(log_weight)
+    positive = tokens.advantages >= 0
+    k = _choose(positive, vespo_k_pos, vespo_k_neg, log_weight.dtype)
+    lam = _choose(positive, vespo_lambda_pos, vespo_lambda_neg, log_weight.dtype)
+    phi = torch.exp(lam + k * log_weight - lam * torch.exp(log_weight))
+    return _Gain(phi * tokens.advantages * tokens.logprobs)
+
+
+def _geometric(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: float) -> _Gain:
+    sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
+    clamped = log_ratio.clamp(-clip_low, clip_high)
+    kept = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    mean_ratio = torch.exp(_guarded(tokens.row_mean(kept)))
+    return _Gain(
+        tokens.layout.spread(mean_ratio) * tokens.advantages,
+        clipped_low=(log_ratio < -clip_low) & (sign < 0),
+        clipped_high=(log_ratio > clip_high) & (sign > 0),
+    )
+
+
+def _logprob(tokens: _Tokens, objective: Objective) -> _Gain:
+    return _Gain(tokens.advantages * tokens.logprobs)
+
+
+class _Surrogate(NamedTuple):
+    gain: Callable[..., _Gain]
+    """(tokens, objective, and by name the parts that have defaults)"""
+    ratio_levels: tuple[str, ...]
+    defaults: dict[str, float]
+
+
+_CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
+_SURROGATES: dict[str, _Surrogate] = {
+    "clip": _Surrogate(_clip, ("token", "sequence", "sequence_token"), _CLIPS),
+    "cispo": _Surrogate(_cispo, ("token", "sequence"), _CLIPS),
+    "sapo": _Surrogate(_sapo, ("token", "sequence", "sequence_token"), {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}),
+    "geometric": _Surrogate(_geometric, ("sequence",), _CLIPS),
+    "vespo": _Surrogate(
+        _vespo,
+        ("sequence",),
+        {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
+    ),
+    "logprob": _Surrogate(_logprob, ("none",), {}),
+}
+
+OBJECTIVES: dict[str, Objective] = {
+    # DeepSeekMath, arXiv 2402.03300: mean over completions of token means. The paper names no clip; 0.2 as in PPO.
+    "grpo": Objective(),
+    # Token mean over the micro-batch at hand; with num_tokens of the whole step, the aggregation of dapo.
+    "bnpo": Objective(aggregation="token_mean"),
+    # arXiv 2503.20783: a constant divisor instead of n_i. Its advantages are not scaled (scale="none").
+    "dr_grpo": Objective(aggregation="sequence_mean_token_sum_norm"),
+    # arXiv 2503.14476: clip-higher 0.2 / 0.28, token mean over the step, no KL.
+    "dapo": Objective(aggregation="token_mean", clip_low=0.2, clip_high=0.28),
+    # arXiv 2507.18071: sequence ratio; clips 3e-4 / 4e-4, which belong to that ratio's scale.
+    "gspo": Objective(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4),
+    "gspo_token": Objective(ratio_level="sequence_token", clip_low=3e-4, clip_high=4e-4),
+    # arXiv 2511.20347: soft gate, temperatures 1.0 / 1.05, mean over completions of token means.
+    "sapo": Objective(surrogate="sapo"),
+    # arXiv 2506.13585: clipped, detached weight on the log-prob, token mean. The paper gives no bounds; 0.2 / 0.2 here.
+    "cispo": Objective(surrogate="cispo", aggregation="token_mean"),
+    # arXiv 2504.02546: no ratio, no clip, token mean.
+    "gpg": Objective(ratio_level="none", surrogate="logprob", aggregation="token_mean"),
+    # LUSPO: GSPO with each sequence weighted by its length. Clips 0.2 / 0.2 as TRL's default.
+    "luspo": Objective(ratio_level="sequence", aggregation="sequence_mean_token_sum"),
+    # VESPO: token mean; (k, lambda) = (2, 3) where A >= 0, else (3, 2), TRL's constants.
+    "vespo": Objective(ratio_level="sequence", surrogate="vespo", aggregation="token_mean"),
+    # GMPO: geometric mean of clamped token ratios. Clamps 0.2 / 0.2 as verl's default.
+    "gmpo": Objective(ratio_level="sequence", surrogate="geometric"),
+    # Williams 1992 on whole completions; RLOO when the advantages are leave-one-out.
+    "reinforce": Objective(ratio_level="none", surrogate="logprob", aggregation="sequence_mean_token_sum"),
+}
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------------
 
 
 class PolicyLoss(NamedTuple):
     """What `policy_loss` returns."""
 
     loss: Tensor
+    """0-d, float32 (float64 for float64 inputs)"""
     metrics: dict[str, Tensor]
-
-
-class AmirLoss(NamedTuple):
-    """What `amir_loss` returns."""
-
-    loss: Tensor
-    policy: Tensor
-    preference: Tensor
-    metrics: dict[str, Tensor]
+    """0-d sums and counts without a graph"""
 
 
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
@@ -46,16 +327,215 @@ def policy_loss(
     num_sequences: int | Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> PolicyLoss:
-    """The policy loss."""
-    raise NotImplementedError("policy_loss")
+    """The policy loss of `objective`, to minimize.
+
+    Args:
+        logprobs: `[B, L]`, or packed `[T]` with `cu_seqlens`; log pi of the sampled tokens, in nats. Takes the
+            gradient.
+        old_logprobs: same shape, of the policy that sampled. None: on policy, the detached `logprobs` stand in.
+        advantages: `[B]`, or one per token. Where T = B a vector is read per row. No gradient.
+        mask: same shape as `logprobs`, bool or integer; 0 leaves a token out, whatever it holds in any input.
+        cu_seqlens: int32 or int64 `[B + 1]`, the packed rows' bounds. Tokens past the last bound are left out.
+        ref_logprobs: same shape, of the reference policy; needed where `kl_coef` is not 0, else only measured. No
+            gradient.
+        objective: a name in `OBJECTIVES` or an `Objective`.
+        importance_weight: `[B]` or per token, multiplies the policy term only. No gradient.
+        num_tokens: divisor of a token mean for the whole optimizer step. Default: the tokens of this call.
+        num_sequences: divisor of a sequence mean for the whole optimizer step. Default: B. Of the two, the one that the
+            aggregation does not use is ignored, so both may always be passed.
+        entropy: same shape; needed where `entropy_coef` is not 0, else only measured. Takes the gradient.
+
+    A row without tokens contributes 0 and stays in a sequence mean, as in TRL. Log-ratios are clamped to +-20 before
+    they are exponentiated, with zero gradient beyond. Everything is computed in float32, in float64 where an input is
+    float64. No host sync; `torch.compile(fullgraph=True)` traces it. Autograd keeps O(tokens).
+
+    Metrics add over micro-batches and ranks: `tokens`, `sequences`, `policy_sum` (the policy term), `ratio_sum`,
+    `clip_low_count`, `clip_high_count`, `dual_clip_count`, `old_kl_sum`, and where measured `kl_sum`, `entropy_sum`;
+    all over tokens. The ratio is the objective's own, per token for ratio_level "none". KLs use the objective's
+    estimator.
+
+    Raises ValueError for an unknown objective, a missing input that the objective needs, or shapes that disagree.
+    """
+    chosen = _resolve(objective)
+    layout = token_layout(logprobs, mask, cu_seqlens)
+    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs), ("entropy", entropy)):
+        if values is not None:
+            check_float(name, values)
+            check_shape(name, values, logprobs.shape, "like logprobs")
+    _refuse_missing(chosen, layout, advantages, ref_logprobs, entropy)
+    dtype = compute_dtype(logprobs, old_logprobs, advantages, ref_logprobs, importance_weight, entropy)
+
+    tokens = _tokens(logprobs, old_logprobs, advantages, layout, chosen, dtype)
+    gain = _gain(tokens, chosen)
+    policy = -gain.value
+    if importance_weight is not None:
+        policy = policy * layout.per_token("importance_weight", importance_weight, dtype).detach()
+    old_kl = _kl(-tokens.log_ratio, tokens.ratio, chosen)
+    loss = policy + chosen.mirror_coef * old_kl if chosen.mirror_coef else policy
+    metrics = _policy_metrics(tokens, policy, gain, old_kl)
+    if ref_logprobs is not None:
+        kl = _kl(layout.clean(ref_logprobs.detach(), dtype) - tokens.logprobs, tokens.ratio, chosen)
+        loss = loss + chosen.kl_coef * kl if chosen.kl_coef else loss
+        metrics["kl_sum"] = _total(kl, layout)
+    if entropy is not None:
+        bonus = layout.clean(entropy, dtype)
+        loss = loss - chosen.entropy_coef * bonus if chosen.entropy_coef else loss
+        metrics["entropy_sum"] = _total(bonus, layout)
+    return PolicyLoss(_aggregate(loss, layout, chosen, num_tokens, num_sequences), metrics)
+
+
+def _resolve(objective: str | Objective) -> Objective:
+    if isinstance(objective, Objective):
+        return objective
+    if not isinstance(objective, str):
+        raise TypeError(f"objective must be a name or an Objective, got {type(objective).__name__}")
+    if objective not in OBJECTIVES:
+        near = difflib.get_close_matches(objective, OBJECTIVES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"objective {objective!r} is unknown; the nearest is {near!r}, all are {', '.join(OBJECTIVES)}"
+        )
+    return OBJECTIVES[objective]
+
+
+def _refuse_missing(
+    objective: Objective, layout: TokenLayout, advantages: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None
+) -> None:
+    if objective.kl_coef and ref_logprobs is None:
+        raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs; pass them or an objective with kl_coef=0")
+    if objective.entropy_coef and entropy is None:
+        raise ValueError(
+            f"entropy_coef={objective.entropy_coef} needs entropy; pass it or an objective with entropy_coef=0"
+        )
+    if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_completion_length is None:
+        raise ValueError(
+            "dr_grpo's aggregation divides by max_completion_length, which this objective leaves open; pass "
+            'OBJECTIVES["dr_grpo"].replace(max_completion_length=...)'
+        )
+    if objective.surrogate == "geometric" and tuple(advantages.shape) != (layout.rows,):
+        raise ValueError(
+            f'surrogate="geometric" (GMPO) has one advantage per row, [{layout.rows}], got {list(advantages.shape)}; '
+            "its clamp follows the sign of the row's advantage"
+        )
+
+
+def _tokens(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    layout: TokenLayout,
+    objective: Objective,
+    dtype: torch.dtype,
+) -> _Tokens:
+    current = layout.clean(logprobs, dtype)
+    old = current.detach() if old_logprobs is None else layout.clean(old_logprobs.detach(), dtype)
+    log_ratio = current - old
+    level = objective.ratio_level
+    if level in ("sequence", "sequence_token"):
+        mean = layout.sum(log_ratio) / layout.counts(dtype).clamp(min=1)
+        log_rho = layout.spread(_guarded(mean))
+        if level == "sequence_token":
+            log_rho = log_rho.detach() + (current - current.detach())
+    else:
+        log_rho = _guarded(log_ratio if level == "token" else log_ratio.detach())
+    adv = layout.per_token("advantages", advantages, dtype).detach()
+    return _Tokens(current, log_ratio, torch.exp(log_rho), adv, layout)
+
+
+def _gain(tokens: _Tokens, objective: Objective) -> _Gain:
+    surrogate = _SURROGATES[objective.surrogate]
+    return surrogate.gain(tokens, objective, **{name: getattr(objective, name) for name in surrogate.defaults})
+
+
+def _kl(difference: Tensor, ratio: Tensor, objective: Objective) -> Tensor:
+    """The objective's estimator of KL(pi || other) from d = other - lp, per token."""
+    d = _guarded(difference)
+    match objective.kl_estimator:
+        case "k1":
+            kl = -d
+        case "k2":
+            kl = d.square() / 2
+        case "k3":
+            kl = torch.expm1(d) - d
+        case _:
+            kl = d.abs()
+    return ratio * kl if objective.kl_bias_correction else kl
+
+
+def _total(values: Tensor, layout: TokenLayout) -> Tensor:
+    return layout.clean(values.detach(), values.dtype).sum()
+
+
+def _policy_metrics(tokens: _Tokens, policy: Tensor, gain: _Gain, old_kl: Tensor) -> dict[str, Tensor]:
+    layout, dtype = tokens.layout, tokens.ratio.dtype
+    none = torch.zeros_like(layout.keep)
+    metrics = {
+        "tokens": layout.keep.sum().to(dtype),
+        "sequences": torch.full((), layout.rows, dtype=dtype, device=policy.device),
+        "policy_sum": _total(policy, layout),
+        "ratio_sum": _total(tokens.ratio, layout),
+        "old_kl_sum": _total(old_kl, layout),
+    }
+    for name, clipped in (
+        ("clip_low_count", gain.clipped_low),
+        ("clip_high_count", gain.clipped_high),
+        ("dual_clip_count", gain.clipped_dual),
+    ):
+        metrics[name] = _total((none if clipped is None else clipped).to(dtype), layout)
+    return metrics
+
+
+def _aggregate(
+    loss: Tensor,
+    layout: TokenLayout,
+    objective: Objective,
+    num_tokens: int | Tensor | None,
+    num_sequences: int | Tensor | None,
+) -> Tensor:
+    per_row = layout.sum(layout.clean(loss, loss.dtype))
+    counts = layout.counts(loss.dtype)
+    if objective.aggregation == "token_mean":
+        return per_row.sum() / _divisor("num_tokens", num_tokens, counts.sum())
+    rows = _divisor("num_sequences", num_sequences, torch.full_like(counts.sum(), layout.rows))
+    if objective.aggregation == "sequence_mean_token_mean":
+        per_row = per_row / counts.clamp(min=1)
+    if objective.max_completion_length is not None:
+        per_row = per_row / objective.max_completion_length
+    return per_row.sum() / rows
+
+
+def _divisor(name: str, given: int | Tensor | None, local: Tensor) -> Tensor:
+    if given is None:
+        return local.clamp(min=1)
+    if isinstance(given, Tensor):
+        if given.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {list(given.shape)}")
+        return given.to(local).reshape(()).clamp(min=1)
+    check_positive(name, given)
+    return torch.full_like(local, given)
+
+
+# ---- AMIR-GRPO -----------------------------------------------------------------------------------------------------
+
+
+class AmirLoss(NamedTuple):
+    """What `amir_loss` returns: `loss = policy + lambda_reg * preference`."""
+
+    loss: Tensor
+    """0-d, float32 (float64 for float64 inputs)"""
+    policy: Tensor
+    """the policy loss, with its graph"""
+    preference: Tensor
+    """-J_pref with its graph, not multiplied by lambda_reg"""
+    metrics: dict[str, Tensor]
+    """those of `policy_loss`, and the pairs' sums and counts"""
 
 
 def amir_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     advantages: Tensor,
-    rewards: Tensor,
-    group: int | Tensor,
+    rewards: Tensor | None,
+    group: int | Tensor | None,
     mask: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
@@ -75,5 +555,80 @@ def amir_loss(
     num_sequences: int | Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> AmirLoss:
-    """The AMIR-GRPO loss."""
-    raise NotImplementedError("amir_loss")
+    """AMIR-GRPO (arXiv 2601.03661): `L = L_policy - lambda_reg * J_pref`, from one forward of the policy.
+
+    `J_pref` is the mean over the pairs (i, j) of a prompt's completions with `r_i - r_j > reward_margin` of
+    `log sigmoid(beta_dpo * (u_i - u_j))`, `u = l_theta - l_ref`, `l` the mean (`normalize="mean"`) or the sum
+    (`"sum"`) of a completion's log-probs. `ref_free=True` takes `u = l_theta`. See `preference_loss` for the pair rule.
+
+    Args:
+        rewards: `[B]`; NaN leaves a row out of all pairs. None where `preference_weights` is given.
+        group: rows per group, or int64 `[B]` group ids. None where `preference_weights` is given.
+        lambda_reg: weight of the preference term.
+        ref_logprobs: like `logprobs`; needed unless `ref_free=True`. No gradient.
+        preference_weights: `[B]`, d(-J_pref)/d score of these rows, computed once for their whole groups by
+            `preference_weights`. The preference term is then `sum(weights * scores)`: the right gradient, but not the
+            value of -J_pref, and the pairs' metrics are left out (they were known where the weights were made).
+        num_pairs: pairs of the whole optimizer step, the divisor of J_pref. Default: those of this call.
+
+    The other arguments are those of `policy_loss`. A row without tokens forms no pair. The gradient goes to `logprobs`,
+    and to `entropy` for the bonus. Autograd keeps O(tokens + B), no pair. No host sync but that of `preference_loss`.
+
+    Metrics beside `policy_loss`'s: `pairs`, `pairs_correct` (positive logit), `pair_logit_sum`, and over the pairs
+    `chosen_logprob_sum`, `rejected_logprob_sum` (of `l_theta`).
+    """
+    if not ref_free and ref_logprobs is None:
+        raise ValueError("the preference term needs ref_logprobs; pass them, or ref_free=True to compare l_theta alone")
+    if not math.isfinite(lambda_reg):
+        raise ValueError(f"lambda_reg must be a finite number, got {lambda_reg!r}")
+    policy = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs,
+        objective=objective,
+        importance_weight=importance_weight,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        entropy=entropy,
+    )
+    sequence = sequence_logprob(logprobs, mask, cu_seqlens=cu_seqlens, normalize=normalize)
+    scores = sequence
+    if not ref_free and ref_logprobs is not None:
+        reference = sequence_logprob(ref_logprobs, mask, cu_seqlens=cu_seqlens, normalize=normalize)
+        scores = sequence - reference.detach()
+    metrics = dict(policy.metrics)
+    if preference_weights is not None:
+        check_float("preference_weights", preference_weights)
+        check_shape("preference_weights", preference_weights, scores.shape, "one per row")
+        preference = (preference_weights.detach() * scores).sum()
+    else:
+        if rewards is None or group is None:
+            raise ValueError("rewards and group are needed to form pairs; only preference_weights replaces them")
+        layout = token_layout(logprobs, mask, cu_seqlens)
+        pairs = paired_preference(
+            scores,
+            rewards,
+            group,
+            beta_dpo=beta_dpo,
+            reward_margin=reward_margin,
+            pair_mining=pair_mining,
+            max_pairs_per_group=max_pairs_per_group,
+            num_pairs=num_pairs,
+            valid=layout.counts(torch.float32) > 0,
+        )
+        preference = pairs.loss
+        metrics |= _pair_metrics(pairs, sequence.detach())
+    return AmirLoss(policy.loss + lambda_reg * preference, policy.loss, preference, metrics)
+
+
+def _pair_metrics(pairs: PairTotals, sequence: Tensor) -> dict[str, Tensor]:
+    return {
+        "pairs": pairs.pairs.to(sequence.dtype),
+        "pairs_correct": pairs.correct.to(sequence.dtype),
+        "pair_logit_sum": pairs.logit_sum,
+        "chosen_logprob_sum": (pairs.chosen * sequence).sum(),
+        "rejected_logprob_sum": (pairs.rejected * sequence).sum(),
+    }

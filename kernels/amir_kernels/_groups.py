@@ -1,0 +1,49 @@
+"""Groups of rows: given as a size or as ids in any order, used as consecutive segments of sorted rows."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import check_int64, check_shape
+
+
+class Segments(NamedTuple):
+    """Where each sorted row's group lies, for rows sorted by group (stable, so ties keep their order)."""
+
+    order: Tensor | None
+    """int64 `[B]`: the original index of each sorted row; None where the rows are sorted as they come"""
+    start: Tensor
+    """int64 `[B]`: first sorted row of this row's group"""
+    end: Tensor
+    """int64 `[B]`: one past the last"""
+
+    def sort(self, values: Tensor) -> Tensor:
+        return values if self.order is None else values[self.order]
+
+    def unsort(self, values: Tensor) -> Tensor:
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(0, self.order, values)
+
+
+def check_group(group: int | Tensor, rows: int) -> None:
+    """Refuses what is neither a size that divides the rows nor int64 ids, one per row."""
+    if isinstance(group, Tensor):
+        check_int64("group", group)
+        check_shape(
+            "group", group, (rows,), "one group id per row; for equal consecutive groups pass their size as an int"
+        )
+    elif not isinstance(group, int) or isinstance(group, bool):
+        raise TypeError(f"group must be an int or an int64 tensor of ids, got {type(group).__name__}")
+    elif group < 1 or rows % group:
+        raise ValueError(f"group={group} must be at least 1 and divide the {rows} rows; unequal groups need ids [B]")
+
+
+def segments(group: int | Tensor, rows: int, device: torch.device) -> Segments:
+    """The segments of checked groups, without waiting for the device."""
+    if isinstance(group, Tensor):
+        ids, order = torch.sort(group, stable=True)
+        return Segments(order, torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True))
+    start = torch.arange(rows, device=device) // group * group
+    return Segments(None, start, start + group)

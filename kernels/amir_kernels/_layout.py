@@ -1,0 +1,89 @@
+"""Token tensors in two layouts, padded `[B, L]` with a mask and packed `[T]` with `cu_seqlens`, behind one interface.
+
+Legend: B sequences (rows), L padded length, T packed tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._checks import check_float, check_shape
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of each row are, and which of them count. Nothing in here waits for the device."""
+
+    keep: Tensor
+    """bool, `[B, L]` or `[T]`: the tokens that count"""
+    rows: int
+    row_of: Tensor | None
+    """int64 `[T]`: the row of each packed token; None where padded"""
+    cu_seqlens: Tensor | None
+
+    def clean(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """`values` in `dtype`, with exact zeros and zero gradients where the mask is off, whatever stood there."""
+        return torch.where(self.keep, values.to(dtype), torch.zeros((), dtype=dtype, device=values.device))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of each row's tokens, `[B]`, in a fixed order. Masked tokens must be clean."""
+        if self.cu_seqlens is None:
+            return values.sum(dim=1)
+        return torch.segment_reduce(values, "sum", offsets=self.cu_seqlens, initial=0.0)
+
+    def counts(self, dtype: torch.dtype) -> Tensor:
+        """Tokens that count in each row, `[B]`."""
+        return self.sum(self.keep.to(dtype))
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A value per row `[B]`, as a value per token."""
+        return per_row[self.row_of] if self.row_of is not None else per_row[:, None].expand(self.keep.shape)
+
+    def per_token(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """An argument given per row `[B]` or per token, as clean values per token. Where T = B, it is read per row."""
+        check_float(name, values)
+        if tuple(values.shape) == (self.rows,):
+            return self.clean(self.spread(values), dtype)
+        if values.shape != self.keep.shape:
+            raise ValueError(
+                f"{name} must be one value per row {[self.rows]} or per token {list(self.keep.shape)}, "
+                f"got {list(values.shape)}"
+            )
+        return self.clean(values, dtype)
+
+
+def token_layout(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> TokenLayout:
+    """Layout of `logprobs`, `[B, L]`, or `[T]` with `cu_seqlens`. Tokens past `cu_seqlens[-1]` do not count."""
+    check_float("logprobs", logprobs)
+    if mask is None:
+        keep = torch.ones_like(logprobs, dtype=torch.bool)
+    else:
+        check_shape("mask", mask, logprobs.shape, "one entry per log-prob")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(
+                f"mask must be bool or integer, got {mask.dtype}; pass mask.bool() if it holds 0 and 1 only"
+            )
+        keep = mask != 0
+    if cu_seqlens is None:
+        if logprobs.dim() != 2:
+            raise ValueError(f"logprobs must be [B, L], got {list(logprobs.shape)}; packed tokens [T] need cu_seqlens")
+        return TokenLayout(keep, logprobs.shape[0], None, None)
+    if logprobs.dim() != 1:
+        raise ValueError(f"logprobs must be packed [T] where cu_seqlens is given, got {list(logprobs.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "it starts with 0 and ends with the number of tokens"
+        )
+    offsets = cu_seqlens.to(torch.int64)
+    position = torch.arange(logprobs.shape[0], device=logprobs.device)
+    rows = offsets.numel() - 1
+    row_of = torch.searchsorted(offsets[1:], position, right=True)
+    keep = keep & (row_of < rows)
+    return TokenLayout(keep, rows, row_of.clamp(max=max(rows - 1, 0)), offsets)
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 where an input is float64, else float32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
