@@ -48,7 +48,7 @@ class Objective:
 
     ratio_level: str = "token"
     """`token`: exp(lp - old). `sequence`: exp of its row mean (GSPO). `sequence_token`: the value of `sequence`, the
-    gradient of each token (GSPO-token). `none`: no ratio. With a sequence ratio, `token_mean` weights rows by length."""
+    gradient of each token (GSPO-token). `none`: no ratio. With a sequence ratio, `token_mean` weighs rows by length."""
     surrogate: str = "clip"
     """What is maximized, per token. `clip`: min(rho A, clip(rho) A). `cispo`: sg[clip(rho)] A lp. `sapo`: soft gate.
     `geometric`: A exp(row mean of the sign-aware clamped log-ratio). `vespo`: sg[phi(W)] A lp. `logprob`: A lp."""
@@ -323,8 +323,8 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     objective: str | Objective = "grpo",
     importance_weight: Tensor | None = None,
-    num_tokens: int | Tensor | None = None,
-    num_sequences: int | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> PolicyLoss:
     """The policy loss of `objective`, to minimize.
@@ -488,8 +488,8 @@ def _aggregate(
     loss: Tensor,
     layout: TokenLayout,
     objective: Objective,
-    num_tokens: int | Tensor | None,
-    num_sequences: int | Tensor | None,
+    num_tokens: float | Tensor | None,
+    num_sequences: float | Tensor | None,
 ) -> Tensor:
     per_row = layout.sum(layout.clean(loss, loss.dtype))
     counts = layout.counts(loss.dtype)
@@ -503,7 +503,7 @@ def _aggregate(
     return per_row.sum() / rows
 
 
-def _divisor(name: str, given: int | Tensor | None, local: Tensor) -> Tensor:
+def _divisor(name: str, given: float | Tensor | None, local: Tensor) -> Tensor:
     if given is None:
         return local.clamp(min=1)
     if isinstance(given, Tensor):
@@ -549,10 +549,10 @@ def amir_loss(
     ref_free: bool = False,
     normalize: str = "mean",
     preference_weights: Tensor | None = None,
-    num_pairs: int | Tensor | None = None,
+    num_pairs: float | Tensor | None = None,
     importance_weight: Tensor | None = None,
-    num_tokens: int | Tensor | None = None,
-    num_sequences: int | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> AmirLoss:
     """AMIR-GRPO (arXiv 2601.03661): `L = L_policy - lambda_reg * J_pref`, from one forward of the policy.

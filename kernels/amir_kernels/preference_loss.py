@@ -332,8 +332,8 @@ def preference_loss(
     pair_mining: str = "all",
     max_pairs_per_group: int | None = None,
     reduction: str = "mean",
-    num_pairs: int | Tensor | None = None,
-    num_groups: int | Tensor | None = None,
+    num_pairs: float | Tensor | None = None,
+    num_groups: float | Tensor | None = None,
     valid: Tensor | None = None,
     backend: str = "auto",
 ) -> PreferenceLoss:
@@ -389,8 +389,8 @@ def preference_weights(
     pair_mining: str = "all",
     max_pairs_per_group: int | None = None,
     reduction: str = "mean",
-    num_pairs: int | Tensor | None = None,
-    num_groups: int | Tensor | None = None,
+    num_pairs: float | Tensor | None = None,
+    num_groups: float | Tensor | None = None,
     valid: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -473,8 +473,8 @@ def paired_preference(
     pair_mining: str = "all",
     max_pairs_per_group: int | None = None,
     reduction: str = "mean",
-    num_pairs: int | Tensor | None = None,
-    num_groups: int | Tensor | None = None,
+    num_pairs: float | Tensor | None = None,
+    num_groups: float | Tensor | None = None,
     valid: Tensor | None = None,
     backend: str = "auto",
 ) -> PairTotals:
@@ -505,8 +505,8 @@ def _arguments(
     pair_mining: str,
     max_pairs_per_group: int | None,
     reduction: str,
-    num_pairs: int | Tensor | None,
-    num_groups: int | Tensor | None,
+    num_pairs: float | Tensor | None,
+    num_groups: float | Tensor | None,
     valid: Tensor | None,
     backend: str,
 ) -> tuple[Any, ...]:
@@ -525,11 +525,13 @@ def _arguments(
     if max_pairs_per_group is not None and max_pairs_per_group < 1:
         raise ValueError(f"max_pairs_per_group must be at least 1 or None, got {max_pairs_per_group!r}")
     rewards = rewards.detach().to(torch.float64)
+    comparable = rewards.isfinite()
     if valid is not None:
         check_shape("valid", valid, scores.shape, "one per completion")
         if valid.dtype != torch.bool:
             raise TypeError(f"valid must be bool, got {valid.dtype}")
-        rewards = torch.where(valid, rewards, math.nan)
+        comparable = comparable & valid
+    rewards = torch.where(comparable, rewards, math.nan)
     triton = use_triton(backend, scores)
     if triton and max_pairs_per_group is not None:
         if backend == "triton":
@@ -551,7 +553,7 @@ def _arguments(
 
 
 def _step_divisor(
-    reduction: str, num_pairs: int | Tensor | None, num_groups: int | Tensor | None, device: torch.device
+    reduction: str, num_pairs: float | Tensor | None, num_groups: float | Tensor | None, device: torch.device
 ) -> Tensor | None:
     for name, given, owner in (("num_pairs", num_pairs, "mean"), ("num_groups", num_groups, "group_mean")):
         if given is None:
