@@ -1,20 +1,27 @@
-"""Per-token log-probabilities, entropy and log-sum-exp of a language model's head, without its logits.
+"""Per-token log-probability, entropy and log-sum-exp of a language model's head, without its logits.
 
-`N` rows (tokens), `H` hidden size, `V` vocabulary, `r` LoRA rank.
+    s = logit_scale * (hidden @ weight.T + bias)      the head, plus scaling * (hidden @ a.T) @ b.T with LoRA
+    z = softcap * tanh(s / softcap) / temperature     or s / temperature
+    logprob = z[target] - lse,  lse = log sum_v e^z_v,  entropy = lse - sum_v softmax(z)_v z_v
+
+The vocabulary is swept in tiles, forward and again in the backward; no `[N, V]` tensor exists.
+
+Legend: N rows (tokens), H hidden size, V vocabulary, r LoRA rank. `[...]` is any shape, the same in all arguments of a call.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from typing import TYPE_CHECKING, NamedTuple
-
+import torch
 from torch import Tensor
+
+from ._checks import check_float, check_int64, check_positive, check_shape
+from ._launch import use_triton
+from ._linear_torch import Head, Lora, Wanted, default_workspace, exact_products, head_grads, row_slopes, row_stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .policy_loss import Objective, PolicyLoss
-
-Lora = tuple[Tensor, Tensor, float]
 
 
 class LogprobEntropy(NamedTuple):
@@ -23,6 +30,299 @@ class LogprobEntropy(NamedTuple):
     logprob: Tensor
     entropy: Tensor
     lse: Tensor
+
+
+# ---- the op --------------------------------------------------------------------------------------------------------
+
+_CALL_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? temperatures, float temperature, float? softcap, "
+    "float logit_scale, Tensor? lora_a, Tensor? lora_b, float lora_scaling, int ignore_index, ScalarType compute, "
+    "int workspace, bool triton"
+)
+
+
+class _Call(NamedTuple):
+    """The arguments of `_CALL_SCHEMA`, which the forward and the backward op share."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    temperatures: Tensor | None
+    """one per row; None: `temperature` holds for all"""
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scaling: float
+    ignore_index: int
+    compute: torch.dtype
+    """of the products' inputs"""
+    workspace: int
+    triton: bool
+
+    @property
+    def head(self) -> Head:
+        lora = None
+        if self.lora_a is not None and self.lora_b is not None:
+            lora = Lora(self.lora_a, self.lora_b, self.lora_scaling)
+        return Head(self.weight, self.bias, lora, self.softcap, self.logit_scale, self.compute)
+
+    @property
+    def row_temperature(self) -> Tensor | float:
+        return self.temperature if self.temperatures is None else self.temperatures
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """In the order of `Wanted`."""
+        return self.hidden, self.weight, self.bias, self.lora_a, self.lora_b
+
+
+def _live_rows(call: _Call) -> Tensor:
+    """Flat positions of the rows that count; refuses targets outside the vocabulary. Waits for the device."""
+    target, vocabulary = call.target, call.weight.shape[0]
+    live = target != call.ignore_index
+    outside = live & ((target < 0) | (target >= vocabulary))
+    cold = torch.zeros_like(live) if call.temperatures is None else live & ~(call.temperatures > 0)
+    if (outside | cold).any():
+        if outside.any():
+            name, values, bad = "target", target, outside
+            expected = f"lie in [0, {vocabulary}) or be ignore_index={call.ignore_index}"
+        else:
+            name, values, bad, expected = "temperature", call.temperatures, cold, "be positive"
+        position = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} must {expected}, got {values[position].item()} at position {list(position)}")
+    return live.reshape(-1).nonzero()[:, 0]
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logprob, entropy, lse, m, S), each shaped like `target`; entropy has no elements unless asked for."""
+    call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
+    head, target = call.head, call.target
+    index = _live_rows(call)
+    with exact_products(target.device):
+        stats = row_stats(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
+    log_total = stats.total.log()
+    logprob = stats.picked - stats.shift - log_total
+    entropy = None if stats.weighted is None else log_total - stats.weighted / stats.total
+
+    def spread(values: Tensor | None, fill: float = 0.0) -> Tensor:
+        if values is None:
+            return log_total.new_empty(0)
+        out = values.new_full((target.numel(),), fill)
+        out[index] = values
+        return out.view(target.shape)
+
+    lse = stats.shift + log_total
+    return spread(logprob), spread(entropy), spread(lse), spread(stats.shift), spread(stats.total, 1.0)
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
+    logprob, entropy, lse, shift, total = (
+        call.hidden.new_empty(call.target.shape, dtype=call.head.accumulate) for _ in range(5)
+    )
+    return logprob, entropy if with_entropy else entropy.new_empty(0), lse, shift, total
+
+
+def _backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    entropy: Tensor,
+    shift: Tensor,
+    total: Tensor,
+    *arguments: Any,
+) -> list[Tensor]:
+    """The wanted gradients, in the order of `Wanted`, from the rows whose upstream gradients are not all exactly zero."""
+    call, wanted = _Call(*arguments[:-1]), Wanted(*arguments[-1])
+    head = call.head
+    live = torch.zeros_like(call.target, dtype=torch.bool)
+    for grad in (grad_logprob, grad_entropy, grad_lse):
+        if grad is not None:
+            live |= grad != 0
+    index = (live & (call.target != call.ignore_index)).reshape(-1).nonzero()[:, 0]
+
+    def take(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.reshape(-1)[index].to(head.accumulate)
+
+    slopes = row_slopes(
+        head,
+        call.temperature if call.temperatures is None else take(call.temperatures),
+        take(shift),
+        take(total),
+        take(entropy) if grad_entropy is not None else None,
+        take(grad_logprob),
+        take(grad_entropy),
+        take(grad_lse),
+    )
+    with exact_products(call.target.device):
+        grads = head_grads(head, call.hidden, call.target, call.row_temperature, index, slopes, wanted, call.workspace)
+    return [grad for grad in grads if grad is not None]
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    call, wanted = _Call(*arguments[6:-1]), arguments[-1]
+    return [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for tensor, want in zip(call.differentiable, wanted, strict=True)
+        if want and tensor is not None
+    ]
+
+
+_linear_logprob = torch.library.custom_op(
+    "amir_kernels::linear_logprob",
+    _forward,
+    mutates_args=(),
+    schema=f"({_CALL_SCHEMA}, bool with_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_linear_logprob.register_fake(_fake_forward)
+
+_linear_logprob_backward = torch.library.custom_op(
+    "amir_kernels::linear_logprob_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor? grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor entropy, Tensor shift, Tensor total, "
+    f"{_CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
+)
+_linear_logprob_backward.register_fake(_fake_backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps the inputs and four numbers per row (entropy, m, S and the target)."""
+    call = _Call(*inputs[:-1])
+    _, entropy, _, shift, total = output
+    tensors = {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
+    ctx.set_materialize_grads(False)
+    ctx.saved_names = tuple(tensors)
+    ctx.scalars = {name: value for name, value in call._asdict().items() if name not in tensors}
+    ctx.save_for_backward(entropy, shift, total, *tensors.values())
+
+
+def _differentiate(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    entropy, shift, total, *tensors = ctx.saved_tensors
+    call = _Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
+    needed = dict(zip(_Call._fields, ctx.needs_input_grad, strict=False))
+    names = ("hidden", "weight", "bias", "lora_a", "lora_b")
+    wanted = [needed[name] for name in names]
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(shift)
+    grads = iter(_linear_logprob_backward(grad_logprob, grad_entropy, grad_lse, entropy, shift, total, *call, wanted))
+    given = {name: next(grads) for name, want in zip(names, wanted, strict=True) if want}
+    return *(given.get(name) for name in _Call._fields), None
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("linear_logprob cannot be differentiated twice; amir_kernels.reference can")
+
+
+_linear_logprob.register_autograd(_differentiate, setup_context=_save)
+_linear_logprob_backward.register_autograd(_refuse_double_backward)
+
+
+# ---- the public functions ------------------------------------------------------------------------------------------
+
+
+def _check_weight(weight: Tensor) -> None:
+    check_float("weight", weight)
+    sharded = hasattr(weight, "full_tensor")
+    if sharded or weight.numel() == 0:
+        what = "a sharded DTensor" if sharded else f"an empty shard of shape {list(weight.shape)}"
+        raise ValueError(
+            f"weight is {what}; gather it first: weight.full_tensor() (FSDP2, tensor parallel), "
+            "FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([weight]) (ZeRO-3). "
+            "For a vocabulary split over ranks pass each rank's rows and process_group"
+        )
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
+
+
+def _check_lora(lora: tuple[Tensor, Tensor, float], weight: Tensor) -> None:
+    lora_a, lora_b, scaling = lora
+    check_float("lora A", lora_a)
+    check_float("lora B", lora_b)
+    check_shape("lora A", lora_a, (lora_a.shape[0], weight.shape[1]), "[r, H]")
+    check_shape("lora B", lora_b, (weight.shape[0], lora_a.shape[0]), "[V, r]")
+    if not isinstance(scaling, (int, float)):
+        raise TypeError(f"lora's scaling must be a number, got {type(scaling).__name__}")
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The wider of the two dtypes; under autocast its dtype, unless an input is float64."""
+    wider = torch.promote_types(hidden.dtype, weight.dtype)
+    device = hidden.device.type
+    if wider != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return wider
+
+
+def _row_temperatures(temperature: float | Tensor, target: Tensor) -> Tensor | None:
+    if not isinstance(temperature, Tensor):
+        check_positive("temperature", temperature)
+        return None
+    check_float("temperature", temperature)
+    check_shape("temperature", temperature, target.shape, "one per token, like target")
+    if temperature.requires_grad:
+        raise ValueError("temperature gets no gradient; pass temperature.detach()")
+    return temperature
+
+
+def _call_op(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    lora: tuple[Tensor, Tensor, float] | None,
+    ignore_index: int,
+    process_group: "ProcessGroup | None",
+    workspace_bytes: int | None,
+    backend: str,
+    with_entropy: bool,
+) -> LogprobEntropy:
+    """Checks the arguments of the public functions and calls the op."""
+    check_float("hidden", hidden)
+    _check_weight(weight)
+    check_int64("target", target)
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden must be [..., H] with H = {weight.shape[1]} as in weight, got {list(hidden.shape)}")
+    check_shape("target", target, hidden.shape[:-1], "hidden's without its last dimension")
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, (weight.shape[0],), "[V]")
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if lora is not None:
+        raise NotImplementedError("lora")
+    if process_group is not None:
+        raise NotImplementedError("process_group")
+    if workspace_bytes is not None:
+        check_positive("workspace_bytes", workspace_bytes)
+    temperatures = _row_temperatures(temperature, target)
+    results = _linear_logprob(
+        hidden,
+        weight,
+        target,
+        bias,
+        temperatures,
+        1.0 if isinstance(temperature, Tensor) else float(temperature),
+        None if softcap is None else float(softcap),
+        float(logit_scale),
+        None,
+        None,
+        1.0,
+        ignore_index,
+        _product_dtype(hidden, weight),
+        default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
+        use_triton(backend, hidden),
+        with_entropy,
+    )
+    return LogprobEntropy(*results[:3])
 
 
 def linear_logprob(
@@ -34,14 +334,28 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    lora: Lora | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     ignore_index: int = -100,
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Log-probability of each target token under a language model's head."""
-    raise NotImplementedError("linear_logprob")
+    """Log-probability of each target token, `[...]` in nats: `linear_logprob_entropy` without its other two results."""
+    return _call_op(
+        hidden,
+        weight,
+        target,
+        bias,
+        temperature,
+        softcap,
+        logit_scale,
+        lora,
+        ignore_index,
+        process_group,
+        workspace_bytes,
+        backend,
+        with_entropy=False,
+    ).logprob
 
 
 def linear_logprob_entropy(
@@ -53,15 +367,56 @@ def linear_logprob_entropy(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    lora: Lora | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     ignore_index: int = -100,
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
     entropy_grad: bool = True,
 ) -> LogprobEntropy:
-    """Log-probability, entropy and log-sum-exp of each row, from one sweep over the vocabulary."""
-    raise NotImplementedError("linear_logprob_entropy")
+    """log_softmax(z)[target], the entropy of softmax(z) and logsumexp(z), `[...]` each, in nats (z: see the module).
+
+    Args:
+        hidden: `[..., H]`, any float dtype, any strides.
+        weight: `[V, H]`, any float dtype. A DTensor or an empty shard is refused: gather it.
+        target: int64 `[...]`. `ignore_index` gives 0 in all results, zero gradients and costs no head work; what hidden
+            holds there does not matter. Any other value outside [0, V): ValueError with the value and its position.
+        bias: `[V]`; -inf removes a token.
+        temperature: a positive number, or one per token `[...]`; gets no gradient.
+        softcap: c > 0 in c * tanh(s / c), before the temperature.
+        logit_scale: factor on the logits, before the cap.
+        lora: (A `[r, H]`, B `[V, r]`, scaling): adds scaling * B @ A to the head without forming it.
+        process_group: the vocabulary is split over its ranks.
+        workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers (at least one 16 x 16 tile is
+            used). Default 64 MiB on a CPU, 256 MiB on a GPU.
+        backend: "auto", "triton" or "torch".
+        entropy_grad: False treats the entropy as a constant.
+
+    Products take their inputs in the wider of the two dtypes (under autocast in its dtype) and sum in float32; float32
+    products are true float32 whatever `torch.set_float32_matmul_precision` says. Logits, sums and results are float32
+    (float64 where an input is float64). Gradients are summed in float32 and returned in each input's dtype. They go to
+    hidden, weight, bias, A and B, each computed only if required; rows whose upstream gradients are all exactly zero are
+    left out. Double backward is refused. Kept for backward: the inputs, and 12 bytes per row (16 with entropy).
+
+    On one device, backend, thread count and workspace a row's results are the same bits whatever the other rows, its
+    position, the padding, the grad mode, and whether `linear_logprob` or this function computed it.
+    """
+    result = _call_op(
+        hidden,
+        weight,
+        target,
+        bias,
+        temperature,
+        softcap,
+        logit_scale,
+        lora,
+        ignore_index,
+        process_group,
+        workspace_bytes,
+        backend,
+        with_entropy=True,
+    )
+    return result if entropy_grad else result._replace(entropy=result.entropy.detach())
 
 
 def linear_policy_loss(
@@ -74,7 +429,7 @@ def linear_policy_loss(
     *,
     cu_seqlens: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
-    objective: str | Objective = "grpo",
+    objective: "str | Objective" = "grpo",
     importance_weight: Tensor | None = None,
     num_tokens: int | float | Tensor | None = None,
     num_sequences: int | float | Tensor | None = None,
@@ -84,12 +439,12 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    lora: Lora | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     ignore_index: int = -100,
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
-) -> PolicyLoss:
+) -> "PolicyLoss":
     """Policy loss straight from hidden states."""
     raise NotImplementedError("linear_policy_loss")
 
@@ -98,7 +453,7 @@ def workspace_of(
     hidden: Tensor,
     weight: Tensor,
     *,
-    lora: Lora | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> int:

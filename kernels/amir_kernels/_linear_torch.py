@@ -1,0 +1,543 @@
+"""The head in blocks of rows and tiles of vocabulary, in torch: forward statistics, and the backward's sweep for both backends.
+
+With z the `[N, V]` logits after scale, soft cap and temperature, the forward keeps per row m = max z, S = sum e^(z - m),
+sum e^(z - m) (z - m) and z_target, updated tile by tile. The backward recomputes each tile and forms
+
+    dL/dz_v = e^(z_v - m) (a + b (z_v - m)) + g 1[v = target]
+    a = (g_lse - g_logprob + g_entropy (log S - entropy)) / S,   b = -g_entropy / S,   g = g_logprob
+
+then dL/dx_v = dL/dz_v (1 - tanh^2) logit_scale / temperature, which the products turn into the gradients.
+
+Legend: N rows (tokens), n live rows, R rows of a block, H hidden size, V vocabulary, C columns of a tile, r LoRA rank.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEFAULT_WORKSPACE_BYTES = {"cpu": 64 * 2**20}
+DEFAULT_WORKSPACE_BYTES_GPU = 256 * 2**20
+ROW_MULTIPLE = 16
+"""Row blocks are padded to this multiple: BLAS then computes a row the same way whatever the number of rows."""
+MAX_COLUMNS = 4096
+"""Columns of a vocabulary tile: fastest for the bare products on a CPU."""
+PASS_BYTES = {"cpu": 2**20}
+PASS_BYTES_GPU = 32 * 2**20
+"""Elementwise work goes over this much of a tile at a time, so that it stays in the L2 cache (CPU)."""
+LOWEST = -1e30
+"""Start of the running maximum. Finite, so that a tile of -inf gives e^(-inf - m) = 0 and no NaN."""
+DEEPEST = -1e4
+"""z - m is clamped here where it is multiplied by e^(z - m), which is 0 long before, so that -inf * 0 cannot arise."""
+
+
+class Lora(NamedTuple):
+    """The head is weight + scaling * b @ a."""
+
+    a: Tensor
+    """[r, H]"""
+    b: Tensor
+    """[V, r]"""
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a call, as every tile needs it."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    lora: Lora | None
+    softcap: float | None
+    logit_scale: float
+    compute: torch.dtype
+    """of the products' inputs; they are rounded to it first"""
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """of the products' results, the statistics and the gradients under way"""
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    @property
+    def operand(self) -> torch.dtype:
+        """What the products are called with. A CPU has no 16-bit product with a float32 result: there the tiles are widened."""
+        return self.compute if self.weight.is_cuda else self.accumulate
+
+    def operands(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute).to(self.operand)
+
+
+class Blocks(NamedTuple):
+    """Rows of a block and columns of a tile."""
+
+    rows: int
+    columns: int
+
+    def columns_of(self, vocabulary: int) -> list[tuple[int, int]]:
+        return [(c, min(c + self.columns, vocabulary)) for c in range(0, vocabulary, self.columns)]
+
+    def rows_of(self, rows: int) -> list[tuple[int, int]]:
+        """Equal blocks, as few as `self.rows` allows."""
+        count = max(1, math.ceil(rows / self.rows))
+        step = _round_up(math.ceil(rows / count), ROW_MULTIPLE)
+        return [(r, min(r + step, rows)) for r in range(0, rows, step)] if rows else []
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def default_workspace(device: torch.device) -> int:
+    return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES_GPU)
+
+
+def choose_blocks(
+    vocabulary: int, hidden_size: int, rank: int, workspace: int, itemsize: int, converted: bool
+) -> Blocks:
+    """The largest blocks whose scratch fits `workspace` bytes; at least 16 x 16. Does not depend on the number of rows.
+
+    Half goes to what grows with the columns alone (weight tiles in another dtype, where `converted`), half to the rows.
+    """
+    widest = min(MAX_COLUMNS, _round_up(vocabulary, ROW_MULTIPLE))
+    per_column = itemsize * (3 * (hidden_size + rank) if converted else 0)
+    columns = widest
+    while columns > ROW_MULTIPLE and columns * (per_column + 3 * ROW_MULTIPLE * itemsize) > workspace // 2:
+        columns = max(ROW_MULTIPLE, _round_up(columns // 2, ROW_MULTIPLE))
+    per_row = itemsize * (widest + 4 * (hidden_size + rank))
+    spent = workspace // 2 if converted else min(workspace // 2, PASS_BYTES["cpu"])
+    rows = (workspace - spent) // (per_row * ROW_MULTIPLE) * ROW_MULTIPLE
+    return Blocks(max(rows, ROW_MULTIPLE), columns)
+
+
+def blocks_of(head: Head, workspace: int) -> Blocks:
+    vocabulary, hidden_size = head.weight.shape
+    converted = head.weight.dtype != head.operand or head.weight.dtype != head.accumulate
+    rank = head.lora.a.shape[0] if head.lora else 0
+    return choose_blocks(vocabulary, hidden_size, rank, workspace, head.accumulate.itemsize, converted)
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Float32 products in float32 (no TF32, no bfloat16 passes) and no autocast inside the op, whatever is set outside."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        if precision != "highest":
+            torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[..., H]` by flat position, without the flattened copy that a non-contiguous tensor would need."""
+    if tensor.dim() == 2:
+        return tensor.index_select(0, index)
+    return tensor[torch.unravel_index(index, tensor.shape[:-1])]
+
+
+def _padded(values: Tensor, rows: int, fill: float) -> Tensor:
+    out = values.new_full((rows,), fill)
+    out[: values.shape[0]] = values
+    return out
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class RowBlock(NamedTuple):
+    """Some live rows, padded to a multiple of 16 with rows that give zeros."""
+
+    index: Tensor
+    """int64, positions among the call's rows"""
+    hidden: Tensor
+    """[R, H], operands"""
+    low_rank: Tensor | None
+    """scaling * hidden @ a.T `[R, r]`, operands"""
+    target: Tensor
+    temperature: Tensor | float
+
+    @property
+    def padded(self) -> int:
+        return self.hidden.shape[0]
+
+
+def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor) -> RowBlock:
+    rows = _round_up(index.shape[0], ROW_MULTIPLE)
+    block = torch.zeros(rows, hidden.shape[-1], dtype=head.operand, device=hidden.device)
+    block[: index.shape[0]] = head.operands(gather_rows(hidden, index))
+    low_rank = None
+    if head.lora:
+        low_rank = torch.empty(rows, head.lora.a.shape[0], dtype=head.accumulate, device=hidden.device)
+        _product(block, head.operands(head.lora.a).T, low_rank)
+        low_rank = low_rank.mul_(head.lora.scaling).to(head.operand)
+    if isinstance(temperature, Tensor):
+        temperature = _padded(temperature.reshape(-1)[index].to(head.accumulate), rows, 1.0)
+    return RowBlock(index, block, low_rank, _padded(target.reshape(-1)[index], rows, -1), temperature)
+
+
+class Tiles:
+    """The scratch of a call and the logits tiles formed in it. A tile is `[R, C up to a multiple of 16]`, -inf past V."""
+
+    def __init__(self, head: Head, blocks: Blocks, rows: int) -> None:
+        self.head = head
+        self.columns = blocks.columns_of(head.weight.shape[0])
+        self.row_ranges = blocks.rows_of(rows)
+        most = max((_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.row_ranges), default=0)
+        width = max(_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.columns)
+        size = PASS_BYTES.get(head.weight.device.type, PASS_BYTES_GPU) // (width * head.accumulate.itemsize)
+        self.pass_rows = min(max(size // ROW_MULTIPLE, 1) * ROW_MULTIPLE, most)
+        self._tile = torch.empty(most * width, dtype=head.accumulate, device=head.weight.device)
+        self._spare = torch.empty(2, self.pass_rows * width, dtype=head.accumulate, device=head.weight.device)
+
+    def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int) -> Tensor:
+        """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias."""
+        head, width = self.head, _round_up(stop - start, ROW_MULTIPLE)
+        tile = self._tile[: block.padded * width].view(block.padded, width)
+        products = tile[:, : stop - start]
+        _product(block.hidden, weight.T, products)
+        if head.lora:
+            _add_product(products, block.low_rank, head.operands(head.lora.b[start:stop]).T)
+        if head.bias is not None:
+            products.add_(head.bias[start:stop].to(head.accumulate))
+        return tile
+
+    def passes(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
+        """Parts of a tile that fit the cache, each with two spares of its shape and the slice of its rows."""
+        for start in range(0, tile.shape[0], self.pass_rows):
+            rows = slice(start, min(start + self.pass_rows, tile.shape[0]))
+            part = tile[rows]
+            yield part, *self._spare[:, : part.numel()].view(2, *part.shape), rows
+
+    def finish_logits(self, part: Tensor, slope: Tensor, block: RowBlock, rows: slice, valid: int) -> None:
+        """Scale, cap and temperature, in place; under a cap, `slope` receives its derivative 1 - tanh^2."""
+        head = self.head
+        if head.logit_scale != 1.0:
+            part.mul_(head.logit_scale)
+        if head.softcap is not None:
+            part.div_(head.softcap).tanh_()
+            torch.mul(part, part, out=slope).neg_().add_(1.0)
+            part.mul_(head.softcap)
+        if isinstance(block.temperature, Tensor):
+            part.div_(block.temperature[rows, None])
+        elif block.temperature != 1.0:
+            part.div_(block.temperature)
+        if valid < part.shape[1]:
+            part[:, valid:] = -math.inf
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+class RowStats(NamedTuple):
+    """Statistics of rows over the columns seen so far."""
+
+    shift: Tensor
+    """m"""
+    total: Tensor
+    """S"""
+    weighted: Tensor | None
+    """sum e^(z - m) (z - m)"""
+    picked: Tensor
+    """z_target"""
+
+
+def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool) -> RowStats:
+    zeros = [torch.zeros(rows, dtype=dtype, device=like.device) for _ in range(3)]
+    return RowStats(torch.full_like(zeros[0], LOWEST), zeros[0], zeros[1] if with_entropy else None, zeros[2])
+
+
+def _fold(part: Tensor, spare: Tensor, target: Tensor, start: int, stop: int, stats: RowStats) -> None:
+    """Takes the columns [start, stop) of a few rows into their statistics; destroys `part`."""
+    column = (target - start).clamp_(0, stop - start - 1)
+    owned = (target >= start) & (target < stop)
+    stats.picked.copy_(torch.where(owned, part.gather(1, column[:, None])[:, 0], stats.picked))
+    shift = torch.maximum(stats.shift, part.amax(1))
+    fade = torch.exp(stats.shift - shift)
+    part.sub_(shift[:, None])
+    if stats.weighted is None:
+        exps = part.exp_()
+    else:
+        exps = torch.exp(part, out=spare)
+        moved = (stats.weighted + (stats.shift - shift) * stats.total) * fade
+        stats.weighted.copy_(moved + part.clamp_(min=DEEPEST).mul_(exps).sum(1))
+    stats.total.mul_(fade).add_(exps.sum(1))
+    stats.shift.copy_(shift)
+
+
+def row_stats(
+    head: Head,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: Tensor | float,
+    index: Tensor,
+    workspace: int,
+    with_entropy: bool,
+) -> RowStats:
+    """Statistics `[n]` of the rows at `index`."""
+    tiles = Tiles(head, blocks_of(head, workspace), index.shape[0])
+    result = empty_stats(index.shape[0], hidden, head.accumulate, with_entropy)
+    for first, last in tiles.row_ranges:
+        block = row_block(head, hidden, target, temperature, index[first:last])
+        stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy)
+        for start, stop in tiles.columns:
+            tile = tiles.logits(block, head.operands(head.weight[start:stop]), start, stop)
+            for part, spare, slope, rows in tiles.passes(tile):
+                tiles.finish_logits(part, slope, block, rows, stop - start)
+                seen = RowStats(*(value if value is None else value[rows] for value in stats))
+                _fold(part, spare, block.target[rows], start, stop, seen)
+        for whole, own in zip(result, stats, strict=True):
+            if whole is not None:
+                whole[first:last] = own[: last - first]
+    return result
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+class Slopes(NamedTuple):
+    """Per row: what turns a logit into its gradient. `[n]`, each already times logit_scale / temperature."""
+
+    shift: Tensor
+    a: Tensor
+    b: Tensor | None
+    g: Tensor
+
+
+def row_slopes(
+    head: Head,
+    temperature: Tensor | float,
+    shift: Tensor,
+    total: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+) -> Slopes:
+    factor = head.logit_scale / temperature
+    a = -grad_logprob if grad_lse is None else grad_lse - grad_logprob
+    b = None
+    if grad_entropy is not None:
+        a = a + grad_entropy * (total.log() - entropy)
+        b = -grad_entropy / total * factor
+    return Slopes(shift, a / total * factor, b, grad_logprob * factor)
+
+
+class Wanted(NamedTuple):
+    """Which gradients to compute."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    lora_a: bool
+    lora_b: bool
+
+
+class _ColumnGrad:
+    """A gradient `[V, k]` that gathers dlogits.T @ right over the row blocks, in float32 whatever its own dtype."""
+
+    def __init__(self, like: Tensor, head: Head, columns: int) -> None:
+        self.grad = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        self.matrix = self.grad.view(like.shape[0], -1)
+        self.exact = like.dtype == head.accumulate
+        if not self.exact:
+            self._room = torch.empty(columns, self.matrix.shape[1], dtype=head.accumulate, device=like.device)
+
+    def add(
+        self, dlogits: Tensor, right: Tensor, start: int, stop: int, first: bool, last: bool, unit: Tensor | None
+    ) -> None:
+        """`first` and `last` say whether this is the first or last row block that this column tile sees."""
+        total = self.matrix[start:stop] if self.exact else self._room[: stop - start]
+        if first and not self.exact:
+            total.zero_()
+        _add_product(total, dlogits.T, right)
+        if last:
+            if unit is not None:
+                total.mul_(unit)
+            if not self.exact:
+                self.matrix[start:stop] = total
+
+
+FormDlogits = Callable[[RowBlock, Slopes, Tensor, int, int], Tensor]
+
+
+def torch_dlogits(tiles: Tiles) -> FormDlogits:
+    """dL/dx of a tile, where x = hidden @ weight.T + bias, from the recomputed logits."""
+
+    def form(block: RowBlock, slopes: Slopes, weight: Tensor, start: int, stop: int) -> Tensor:
+        valid = stop - start
+        tile = tiles.logits(block, weight, start, stop)
+        column = (block.target - start).clamp_(0, valid - 1)
+        target_grad = torch.where((block.target >= start) & (block.target < stop), slopes.g, 0.0)
+        for part, spare, slope, rows in tiles.passes(tile):
+            tiles.finish_logits(part, slope, block, rows, valid)
+            part.sub_(slopes.shift[rows, None])
+            if slopes.b is None:
+                part.exp_().mul_(slopes.a[rows, None])
+            else:
+                exps = torch.exp(part, out=spare)
+                part.clamp_(min=DEEPEST).mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
+            part.scatter_add_(1, column[rows, None], target_grad[rows, None])
+            if tiles.head.softcap is not None:
+                part.mul_(slope)
+        return tile[:, :valid].to(tiles.head.operand)
+
+    return form
+
+
+class _Sweep:
+    """The backward of a call: which gradients, and the two orders in which rows and columns can be gone through."""
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        target: Tensor,
+        temperature: Tensor | float,
+        index: Tensor,
+        slopes: Slopes,
+        unit: Tensor | None,
+        wanted: Wanted,
+        workspace: int,
+        make_form: Callable[[Tiles], FormDlogits],
+    ) -> None:
+        self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
+        self.index, self.slopes, self.unit, self.wanted = index, slopes, unit, wanted
+        self.tiles = Tiles(head, blocks_of(head, workspace), index.shape[0])
+        self.form = make_form(self.tiles)
+        self.grad_hidden = (
+            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted.hidden else None
+        )
+        self.grad_a = head.lora.a.new_zeros(head.lora.a.shape, dtype=head.accumulate) if wanted.lora_a else None
+        widest = self.tiles.columns[0][1]
+        self.grad_weight = _ColumnGrad(head.weight, head, widest) if wanted.weight else None
+        self.grad_bias = _ColumnGrad(head.bias, head, widest) if wanted.bias else None
+        self.grad_b = _ColumnGrad(head.lora.b, head, widest) if wanted.lora_b else None
+
+    def run(self) -> None:
+        """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
+        column_grads = [grad for grad in (self.grad_weight, self.grad_bias, self.grad_b) if grad is not None]
+        together = all(grad.exact for grad in column_grads) or len(self.tiles.row_ranges) == 1
+        if self.wanted.hidden or self.wanted.lora_a or together:
+            self._rows_outside(with_columns=together)
+        if not together:
+            self._columns_outside()
+
+    def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
+        block = row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
+        padding = Slopes(math.inf, 0.0, 0.0, 0.0)
+        padded = (
+            None if value is None else _padded(value[first:last], block.padded, fill)
+            for value, fill in zip(self.slopes, padding, strict=True)
+        )
+        return block, Slopes(*padded)
+
+    def _operands(self, start: int, stop: int) -> Tensor:
+        return self.head.operands(self.head.weight[start:stop])
+
+    def _rows_outside(self, with_columns: bool) -> None:
+        for first, last in self.tiles.row_ranges:
+            block, slopes = self._block(first, last)
+            total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
+            low_rank = None
+            if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
+                low_rank = torch.zeros_like(block.low_rank, dtype=self.head.accumulate)
+            for start, stop in self.tiles.columns:
+                weight = self._operands(start, stop)
+                dlogits = self.form(block, slopes, weight, start, stop)
+                if self.wanted.hidden:
+                    _add_product(total, dlogits, weight)
+                if low_rank is not None:
+                    _add_product(low_rank, dlogits, self.head.operands(self.head.lora.b[start:stop]))
+                if with_columns:
+                    self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+            self._store_rows(block, total, low_rank)
+
+    def _columns_outside(self) -> None:
+        for start, stop in self.tiles.columns:
+            weight = self._operands(start, stop)
+            for first, last in self.tiles.row_ranges:
+                block, slopes = self._block(first, last)
+                dlogits = self.form(block, slopes, weight, start, stop)
+                self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+
+    def _add_columns(self, block: RowBlock, dlogits: Tensor, start: int, stop: int, first: bool, last: bool) -> None:
+        place = (start, stop, first, last, self.unit)
+        if self.grad_weight is not None:
+            self.grad_weight.add(dlogits, block.hidden, *place)
+        if self.grad_bias is not None:
+            self.grad_bias.add(dlogits, block.hidden.new_ones(block.padded, 1), *place)
+        if self.grad_b is not None:
+            self.grad_b.add(dlogits, block.low_rank, *place)
+
+    def _store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor | None) -> None:
+        if low_rank is not None:
+            low_rank.mul_(self.head.lora.scaling)
+            if self.wanted.hidden:
+                _add_product(total, low_rank.to(self.head.operand), self.head.operands(self.head.lora.a))
+            if self.grad_a is not None:
+                _add_product(self.grad_a, low_rank.to(self.head.operand).T, block.hidden)
+        if self.grad_hidden is not None:
+            if self.unit is not None:
+                total.mul_(self.unit)
+            rows = total[: block.index.shape[0]].to(self.hidden.dtype)
+            self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.index, rows)
+
+
+class HeadGrads(NamedTuple):
+    """None where not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+
+
+def head_grads(
+    head: Head,
+    hidden: Tensor,
+    target: Tensor,
+    temperature: Tensor | float,
+    index: Tensor,
+    slopes: Slopes,
+    wanted: Wanted,
+    workspace: int,
+    make_form: Callable[[Tiles], FormDlogits] = torch_dlogits,
+    half_tiles: bool = False,
+) -> HeadGrads:
+    """Gradients from the rows at `index`; all other rows give zeros. Each in its input's dtype.
+
+    With `half_tiles` the dlogits are stored in float16: they are then formed in a power of two near their largest slope,
+    so that small upstream gradients do not underflow, and the sums are multiplied back.
+    """
+    unit = None
+    if half_tiles and index.shape[0]:
+        largest = torch.stack([value.abs().max() for value in slopes[1:] if value is not None]).max()
+        unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
+        slopes = Slopes(slopes.shift, *(value if value is None else value / unit for value in slopes[1:]))
+    sweep = _Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, workspace, make_form)
+    sweep.run()
+    grad_a = sweep.grad_a
+    if grad_a is not None:
+        grad_a = (grad_a if unit is None else grad_a * unit).to(head.lora.a.dtype)
+    columns = (sweep.grad_weight, sweep.grad_bias, sweep.grad_b)
+    weight, bias, grad_b = (column and column.grad for column in columns)
+    return HeadGrads(sweep.grad_hidden, weight, bias, grad_a, grad_b)
