@@ -162,8 +162,9 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
     if triton:
         from ._group_kernels import group_advantages
 
+        longest = int(groups.offsets.diff().max()) if rewards.numel() else 1
         advantages = group_advantages(
-            ordered, groups.offsets, options.baseline, options.scale, options.eps, options.unbiased
+            ordered, groups.offsets, longest, options.baseline, options.scale, options.eps, options.unbiased
         )
     else:
         advantages = _advantages_torch(ordered, scored, groups, options)

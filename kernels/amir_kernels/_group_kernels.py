@@ -1,0 +1,205 @@
+"""Triton kernels over groups: advantages, and the sums over each row's pairs. Imported only where Triton serves a call.
+
+Legend: B rows sorted by group. Offsets are int64; every sum has a fixed order and there are no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._groups import Segments
+
+MAX_GROUP_BLOCK = 1024
+ROW_BLOCK = 32
+COLUMN_BLOCK = 32
+
+
+@triton.jit
+def _group_advantage_kernel(
+    rewards,
+    offsets,
+    advantages,
+    EPS: tl.constexpr,
+    BASELINE: tl.constexpr,
+    SCALE: tl.constexpr,
+    UNBIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per group: least reward, mean excess over it, squared deviations, then the advantages."""
+    group = tl.program_id(0).to(tl.int64)
+    start = tl.load(offsets + group)
+    end = tl.load(offsets + group + 1)
+    lane = tl.arange(0, BLOCK)
+
+    lows = tl.full([BLOCK], float("inf"), tl.float64)
+    counts = tl.zeros([BLOCK], tl.float64)
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        lows = tl.minimum(lows, tl.where(r == r, r, float("inf")))
+        counts += (r == r).to(tl.float64)
+    least = tl.min(lows, axis=0)
+    count = tl.sum(counts, axis=0)
+
+    excesses = tl.zeros([BLOCK], tl.float64)
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        excesses += tl.where(r == r, r - least, 0.0)
+    mean_excess = tl.sum(excesses, axis=0) / tl.maximum(count, 1.0)
+
+    squares = tl.zeros([BLOCK], tl.float64)
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        centered = tl.where(r == r, r - least - mean_excess, 0.0)
+        squares += centered * centered
+    if SCALE == "std":
+        free = count - 1.0 if UNBIASED else count
+        scale = tl.sqrt(tl.sum(squares, axis=0) / tl.maximum(free, 1.0)) + EPS
+    elif SCALE == "bernoulli":
+        success = tl.where(count > 0.0, least + mean_excess, 0.0)
+        scale = tl.sqrt(success * (1.0 - success) + EPS)
+    else:
+        scale = mean_excess * 0.0 + 1.0
+
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        if BASELINE == "none":
+            a = tl.where(r == r, r, 0.0)
+        else:
+            a = tl.where(r == r, r - least - mean_excess, 0.0)
+        if BASELINE == "leave_one_out":
+            a = a * (count / tl.maximum(count - 1.0, 1.0))
+        a = tl.where(a == 0.0, 0.0, a / scale)
+        tl.store(advantages + first + lane, a, mask=first + lane < end)
+
+
+def group_advantages(
+    rewards: Tensor, offsets: Tensor, longest: int, baseline: str, scale: str, eps: float, unbiased: bool
+) -> Tensor:
+    """Advantages of sorted float64 rewards `[B]` (NaN: not scorable); scale "batch" is left to the caller."""
+    advantages = torch.empty_like(rewards)
+    groups = offsets.numel() - 1
+    if groups:
+        block = min(triton.next_power_of_2(longest), MAX_GROUP_BLOCK)
+        with torch.cuda.device_of(rewards):
+            _group_advantage_kernel[(groups,)](
+                rewards, offsets, advantages, EPS=eps, BASELINE=baseline, SCALE=scale, UNBIASED=unbiased, BLOCK=block
+            )
+    return advantages
+
+
+@triton.jit
+def _log1p(t):
+    """log(1 + t) for t in [0, 1], without the rounding of 1 + t."""
+    u = 1.0 + t
+    return tl.where(u == 1.0, t, tl.log(u) * (t / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _pair_row_sums_kernel(
+    scores,
+    rewards,
+    starts,
+    ends,
+    losses,
+    grads,
+    chosen,
+    rejected,
+    correct,
+    logits,
+    rows,
+    beta,
+    MARGIN: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program per block of sorted rows, against all members of their groups, a block of columns at a time."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = i < rows
+    score_i = tl.load(scores + i, mask=live, other=0.0)[:, None]
+    reward_i = tl.load(rewards + i, mask=live, other=float("nan"))[:, None]
+    start = tl.load(starts + i, mask=live, other=rows)[:, None]
+    end = tl.load(ends + i, mask=live, other=0)[:, None]
+    first = tl.min(tl.min(start, axis=1), axis=0)
+    last = tl.max(tl.max(end, axis=1), axis=0)
+    lane = tl.arange(0, COLUMNS)
+
+    best = tl.full([ROWS], -1, tl.int64)
+    if TOPK:
+        highest = tl.full([ROWS], float("-inf"), tl.float64)
+        for column in range(first, last, COLUMNS):
+            j = (column + lane)[None, :]
+            reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
+            eligible = (j >= start) & (j < end) & (reward_j == reward_j)
+            reward_j = tl.where(eligible, reward_j, float("-inf"))
+            here = tl.max(reward_j, axis=1)
+            place = tl.min(tl.where(eligible & (reward_j == here[:, None]), j, rows), axis=1)
+            best = tl.where(here > highest, place, best)
+            highest = tl.maximum(highest, here)
+
+    loss = tl.zeros([ROWS], tl.float32)
+    grad = tl.zeros([ROWS], tl.float32)
+    logit = tl.zeros([ROWS], tl.float32)
+    wins = tl.zeros([ROWS], tl.int64)
+    defeats = tl.zeros([ROWS], tl.int64)
+    right = tl.zeros([ROWS], tl.int64)
+    for column in range(first, last, COLUMNS):
+        j = (column + lane)[None, :]
+        reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
+        score_j = tl.load(scores + j, mask=j < last, other=0.0)
+        same = (j >= start) & (j < end)
+        gap = reward_i - reward_j
+        noise = ROUNDING * tl.maximum(tl.maximum(tl.abs(reward_i), tl.abs(reward_j)), 1.0)
+        over = same & (gap - MARGIN > noise)
+        under = same & (-gap - MARGIN > noise)
+        if TOPK:
+            over = over & (i[:, None] == best[:, None])
+            under = under & (j == best[:, None])
+        z = tl.where(over | under, beta * (score_i - score_j), 0.0)
+        t = tl.exp(-tl.abs(z))
+        positive = tl.where(z >= 0.0, 1.0, t) / (1.0 + t)
+        negative = tl.where(z >= 0.0, t, 1.0) / (1.0 + t)
+        loss += tl.sum(tl.where(over, tl.maximum(-z, 0.0) + _log1p(t), 0.0), axis=1)
+        grad += tl.sum(tl.where(under, positive, 0.0) - tl.where(over, negative, 0.0), axis=1)
+        logit += tl.sum(tl.where(over, z, 0.0), axis=1)
+        wins += tl.sum(over.to(tl.int64), axis=1)
+        defeats += tl.sum(under.to(tl.int64), axis=1)
+        right += tl.sum((over & (z > 0.0)).to(tl.int64), axis=1)
+    tl.store(losses + i, loss, mask=live)
+    tl.store(grads + i, beta * grad, mask=live)
+    tl.store(chosen + i, wins, mask=live)
+    tl.store(rejected + i, defeats, mask=live)
+    tl.store(correct + i, right, mask=live)
+    tl.store(logits + i, logit, mask=live)
+
+
+def pair_row_sums(
+    scores: Tensor, rewards: Tensor, where: Segments, beta: float, margin: float, topk: bool, rounding: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Per sorted row: loss, gradient, pairs as chosen, as rejected, correct ones, sum of logits."""
+    rows = scores.shape[0]
+    losses, grads, logits = (torch.empty_like(scores) for _ in range(3))
+    chosen, rejected, correct = (torch.empty_like(where.start) for _ in range(3))
+    with torch.cuda.device_of(scores):
+        _pair_row_sums_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
+            scores,
+            rewards,
+            where.start,
+            where.end,
+            losses,
+            grads,
+            chosen,
+            rejected,
+            correct,
+            logits,
+            rows,
+            beta,
+            MARGIN=margin,
+            ROUNDING=rounding,
+            TOPK=topk,
+            ROWS=ROW_BLOCK,
+            COLUMNS=COLUMN_BLOCK,
+        )
+    return losses, grads, chosen, rejected, correct, logits
