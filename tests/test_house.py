@@ -1,5 +1,6 @@
 """What the house's files say of each other: pinned versions, the words of the Makefile, the archives' content."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -47,6 +48,21 @@ def test_what_is_installed_is_what_is_pinned():
 
 def test_the_kernels_ask_for_torch_and_triton_only():
     assert {re.match(r"\w+", line)[0] for line in project()["dependencies"]} == {"torch", "triton"}
+
+
+def test_the_trainer_declares_what_it_imports():
+    lines = [*project()["dependencies"], *project()["optional-dependencies"]["train"]]
+    declared = {normal(re.match(r"[A-Za-z0-9._-]+", line)[0]) for line in lines}
+    imported = set()
+    for path in (ROOT / "amir").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add((node.module or "").partition(".")[0])
+    foreign = {normal(name) for name in imported - sys.stdlib_module_names - {"amir", "amir_kernels"}}
+    other_name = {"yaml": "pyyaml"}
+    assert {other_name.get(name, name) for name in foreign} - declared == set()
 
 
 def test_pre_commit_uses_the_pinned_ruff():

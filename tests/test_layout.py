@@ -134,12 +134,13 @@ def tree_in_readme() -> set[str]:
 
 def test_the_readme_lists_what_is_there():
     listed = tree_in_readme()
-    for path in listed:
-        assert any(file == path or (path.endswith("/") and file.startswith(path)) for file in tracked()), path
+    here = {path for path in listed if path in tracked() or any(file.startswith(path) for file in tracked())}
+    assert not listed - here, f"in the README's map, not in the tree: {sorted(listed - here)}"
 
 
 def test_the_readme_lists_all_that_is_there():
     parents = {path: str(Path(path).parent) for path in tracked()}
     expected = {path for path, parent in parents.items() if parent in LISTED_FOLDERS}
     expected |= {f"{part}/" for path in tracked() if "/" in path for part in [path.partition("/")[0]]}
-    assert expected - tree_in_readme() == set()
+    missing = expected - tree_in_readme()
+    assert not missing, f"not in the README's map: {sorted(missing)}"
