@@ -16,6 +16,12 @@ COLUMN_BLOCK = 32
 
 
 @triton.jit
+def _known(reward):
+    """False for NaN."""
+    return reward == reward  # noqa: PLR0124
+
+
+@triton.jit
 def _group_advantage_kernel(
     rewards,
     offsets,
@@ -36,21 +42,21 @@ def _group_advantage_kernel(
     counts = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        lows = tl.minimum(lows, tl.where(r == r, r, float("inf")))
-        counts += (r == r).to(tl.float64)
+        lows = tl.minimum(lows, tl.where(_known(r), r, float("inf")))
+        counts += _known(r).to(tl.float64)
     least = tl.min(lows, axis=0)
     count = tl.sum(counts, axis=0)
 
     excesses = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        excesses += tl.where(r == r, r - least, 0.0)
+        excesses += tl.where(_known(r), r - least, 0.0)
     mean_excess = tl.sum(excesses, axis=0) / tl.maximum(count, 1.0)
 
     squares = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        centered = tl.where(r == r, r - least - mean_excess, 0.0)
+        centered = tl.where(_known(r), r - least - mean_excess, 0.0)
         squares += centered * centered
     if SCALE == "std":
         free = count - 1.0 if UNBIASED else count
@@ -63,10 +69,9 @@ def _group_advantage_kernel(
 
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        if BASELINE == "none":
-            a = tl.where(r == r, r, 0.0)
-        else:
-            a = tl.where(r == r, r - least - mean_excess, 0.0)
+        a = tl.where(_known(r), r, 0.0)
+        if BASELINE != "none":
+            a = tl.where(_known(r), r - least - mean_excess, 0.0)
         if BASELINE == "leave_one_out":
             a = a * (count / tl.maximum(count - 1.0, 1.0))
         a = tl.where(a == 0.0, 0.0, a / scale)
@@ -132,7 +137,7 @@ def _pair_row_sums_kernel(
         for column in range(first, last, COLUMNS):
             j = (column + lane)[None, :]
             reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
-            eligible = (j >= start) & (j < end) & (reward_j == reward_j)
+            eligible = (j >= start) & (j < end) & _known(reward_j)
             reward_j = tl.where(eligible, reward_j, float("-inf"))
             here = tl.max(reward_j, axis=1)
             place = tl.min(tl.where(eligible & (reward_j == here[:, None]), j, rows), axis=1)

@@ -24,8 +24,8 @@ from ._layout import compute_dtype, token_layout
 ROUNDING = 4 * 2.0**-23
 """A gap must exceed the margin by this times max(1, |r_i|, |r_j|): float32 noise of summed rewards makes no pair."""
 
-TILE_ELEMENTS = 1 << 18
-"""Entries of a [rows, G] tile of the torch backend; about ten such tiles of 8 bytes are alive at once (20 MiB)."""
+TILE_ELEMENTS = 1 << 16
+"""Entries of a [rows, G] tile of the torch backend; about ten such tiles of 8 bytes are alive at once (5 MiB)."""
 
 PAIR_MINING = ("all", "topk")
 REDUCTIONS = ("mean", "group_mean", "sum")
@@ -138,7 +138,8 @@ def _find_cap(rewards: Tensor, where: Segments, margin: float, topk: bool, max_p
         ranks = where.start.new_empty(0)
         for block in _blocks(size, size, rewards.device):
             tile = _tile(rewards, where, block + start, size, margin, topk, None)
-            row, column = tile.over.nonzero(as_tuple=True)
+            candidates = tile.over if gaps.numel() < max_pairs else tile.over & (tile.gap > gaps[-1])
+            row, column = candidates.nonzero(as_tuple=True)
             gaps = torch.cat([gaps, tile.gap[row, column]])
             ranks = torch.cat([ranks, block[row] * size + column])
             gaps, best = gaps.sort(descending=True, stable=True)
