@@ -1,0 +1,331 @@
+"""Group advantages: the peers' numbers, group layouts, degenerate groups, both backends."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import product
+from math import comb
+
+import pytest
+import torch
+
+from amir_kernels import group_advantage, pass_at_k_advantage, reference
+
+EIGHT = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
+NAN = math.nan
+
+# (settings, advantage of a correct row, of a wrong row) for EIGHT; three of eight are correct.
+PEERS = {
+    "trl": ({}, 1.207381441, -0.724428864),
+    "verl": ({"eps": 1e-6}, 1.207612396, -0.724567437),
+    "population": ({"eps": 0.0, "unbiased": False}, 1.290994449, -0.774596669),
+    "2503.06639": ({"scale": "bernoulli", "eps": 1e-5}, 1.290966908, -0.774580145),
+    "rloo": ({"baseline": "leave_one_out", "scale": "none"}, 0.714285714, -0.428571429),
+    "dr_grpo": ({"scale": "none"}, 0.625, -0.375),
+}
+
+
+@pytest.mark.parametrize("function", [group_advantage, reference.group_advantage])
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_numbers(function, peer):
+    settings, correct, wrong = PEERS[peer]
+    expected = torch.where(EIGHT == 1, correct, wrong)
+    assert (function(EIGHT, 8, **settings) - expected).abs().max() < 1e-6
+    assert (function(EIGHT.double(), 8, **settings) - expected).abs().max() < 1e-6
+
+
+SETTINGS = [
+    {"baseline": baseline, "scale": scale, "unbiased": unbiased}
+    for baseline, scale, unbiased in product(
+        ("mean", "leave_one_out", "none"), ("std", "batch", "bernoulli", "none"), (True, False)
+    )
+]
+
+
+def layouts():
+    """Rewards in [0, 1] with ties in groups: equal, of single rows, shuffled ids of uneven sizes, with NaN rows."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rewards(rows):
+        return torch.randint(0, 5, (rows,), generator=generator).float() / 4
+
+    uneven = torch.repeat_interleave(torch.tensor([7, -3, 100, 0, 5]), torch.tensor([1, 2, 9, 3, 1]))
+    shuffle = torch.randperm(16, generator=generator)
+    with_nan = rewards(16)
+    with_nan[[0, 3, 4]] = NAN
+    return {
+        "one group": (rewards(7), 7),
+        "equal groups": (rewards(12), 4),
+        "single rows": (rewards(3), 1),
+        "shuffled ids": (rewards(16), uneven[shuffle]),
+        "shuffled ids with NaN": (with_nan, uneven[shuffle]),
+        "group of NaN only": (torch.tensor([NAN, NAN, 1.0, 0.0]), 2),
+    }
+
+
+@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_equals_reference(layout, backend):
+    rewards, group = layouts()[layout]
+    for settings in SETTINGS:
+        expected = reference.group_advantage(rewards, group, **settings)
+        got = group_advantage(rewards, group, backend=backend, **settings)
+        assert got.dtype == torch.float32
+        # a scale of exactly eps (one row, equal rewards without a baseline) makes advantages of 1e4: relative there
+        assert ((got - expected).abs() <= 1e-6 * expected.abs().clamp(min=1)).all(), settings
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_group_longer_than_a_block(backend):
+    rewards = torch.cat([torch.randn(1500), torch.randn(3)])
+    ids = torch.cat([torch.zeros(1500, dtype=torch.int64), torch.ones(3, dtype=torch.int64)])
+    order = torch.randperm(1503)
+    got = group_advantage(rewards[order], ids[order], backend=backend)
+    assert (got - reference.group_advantage(rewards, ids)[order]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6 + 0.5, -3e-20])
+def test_equal_rewards_give_exact_zero(backend, value):
+    # 0.1 is no float: a mean of eight of them is off by rounding, which over eps would be noise of size 1e-4
+    for baseline, scale in product(("mean", "leave_one_out"), ("std", "none", "batch")):
+        got = group_advantage(
+            torch.tensor([value] * 7 + [1.0, 2.0, 3.0]),
+            torch.tensor([0] * 7 + [1] * 3),
+            baseline=baseline,
+            scale=scale,
+            backend=backend,
+        )
+        assert (got[:7] == 0).all()
+        assert (got[[7, 9]] != 0).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("offset", [1e6, -1e6, 1.6e7])
+def test_large_offsets_change_nothing(backend, offset):
+    # 1e6 + {0, 1} is exact in float32; the difference of squares would lose it altogether
+    got = group_advantage(EIGHT + offset, 8, backend=backend)
+    assert (got - group_advantage(EIGHT, 8)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_nan_row_is_left_out(backend):
+    rewards = torch.tensor([1.0, 0, NAN, 1, NAN, 0, 0, 1, 0])
+    for settings in SETTINGS:
+        got = group_advantage(rewards, 9, backend=backend, **settings)
+        without = group_advantage(rewards[~rewards.isnan()], 7, backend="torch", **settings)
+        assert (got[rewards.isnan()] == 0).all()
+        assert (got[~rewards.isnan()] - without).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_one_scorable_row_gets_zero(backend):
+    assert (group_advantage(torch.tensor([5.0, NAN, NAN, 3.0]), torch.tensor([0, 0, 0, 1]), backend=backend) == 0).all()
+
+
+def test_zero_variance_groups_beside_a_mixed_one():
+    # all right, all wrong, mixed: two of three groups teach nothing and stay exactly 0, unscaled too
+    rewards = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1])
+    for scale in ("std", "batch", "bernoulli", "none"):
+        got = group_advantage(rewards, 4, scale=scale)
+        assert (got[:8] == 0).all()
+        assert (got[8:].sign() == torch.tensor([1, -1, -1, 1])).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_order_of_rows_and_names_of_groups_do_not_matter(backend):
+    rewards, ids = torch.randn(30), torch.randint(0, 6, (30,))
+    names = torch.tensor([40, -2, 7, 3, 11, 9])
+    order = torch.randperm(30)
+    plain = group_advantage(rewards, ids, backend=backend)
+    assert (group_advantage(rewards[order], names[ids[order]], backend=backend) - plain[order]).abs().max() < 1e-6
+
+
+def test_size_and_ids_agree_bitwise():
+    rewards = torch.randn(24)
+    ids = torch.arange(24) // 6
+    for backend in ("torch", "triton"):
+        assert torch.equal(group_advantage(rewards, 6, backend=backend), group_advantage(rewards, ids, backend=backend))
+
+
+def test_several_reward_functions():
+    rewards = torch.tensor(
+        [[1.0, 0.2], [0.0, 0.4], [1.0, NAN], [NAN, NAN], [0.0, 0.0], [1.0, 1.0], [0.0, 0.5], [0.5, 0.1]]
+    )
+    weights = torch.tensor([1.0, 0.5])
+    summed = torch.tensor([1.1, 0.2, 1.0, NAN, 0.0, 1.5, 0.25, 0.55])
+    got = group_advantage(rewards, 4, weights=weights)
+    assert (got - group_advantage(summed, 4)).abs().max() < 1e-6
+    assert got[3] == 0
+    for combine in ("sum", "normalize_then_sum"):
+        expected = reference.group_advantage(rewards, 4, combine=combine, weights=weights)
+        assert (group_advantage(rewards, 4, combine=combine, weights=weights) - expected).abs().max() < 1e-6
+
+
+def test_normalize_then_sum_by_hand():
+    # Two groups of two: each function is +-1/sqrt(2) over (1/sqrt(2) + eps) in its group; then the batch's deviation.
+    rewards = torch.tensor([[1.0, 10.0], [0.0, 0.0], [1.0, 0.0], [0.0, 10.0]], dtype=torch.float64)
+    first, second = 0.5 / (math.sqrt(0.5) + 1e-4), 5 / (math.sqrt(50) + 1e-4)
+    summed = torch.tensor([first + second, -first - second, first - second, second - first], dtype=torch.float64)
+    expected = summed / (summed.std() + 1e-4)
+    assert (group_advantage(rewards, 2, combine="normalize_then_sum") - expected).abs().max() < 1e-12
+
+
+def test_normalize_then_sum_keeps_equal_groups_at_zero():
+    rewards = torch.tensor([[0.1, 0.3]] * 4 + [[1.0, 0.0], [0.0, 0.2], [1.0, 0.1], [0.3, 0.2]])
+    got = group_advantage(rewards, 4, combine="normalize_then_sum")
+    assert (got[:4] == 0).all()
+    assert (got[4:] != 0).all()
+
+
+def test_dtypes_and_no_graph():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        got = group_advantage(EIGHT.to(dtype).requires_grad_(), 8)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert not got.requires_grad
+    assert group_advantage(torch.zeros(0), 4).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((torch.ones(6), 4), {}, "divide the 6 rows"),
+        ((torch.ones(6), 0), {}, "at least 1"),
+        ((torch.ones(6), 2.0), {}, "group must be an int"),
+        ((torch.ones(6), torch.zeros(5, dtype=torch.int64)), {}, "shape"),
+        ((torch.ones(6), torch.zeros(6, dtype=torch.int32)), {}, "int64"),
+        ((torch.tensor([1.0, math.inf]), 2), {}, "row 1 is infinite"),
+        ((torch.tensor([[1.0, 0.0], [0.0, -math.inf]]), 2), {}, "row 1 is infinite"),
+        ((torch.ones(6, dtype=torch.int64), 2), {}, "floating-point"),
+        ((torch.ones(2, 2, 2), 2), {}, "\\[B\\] or \\[B, F\\]"),
+        ((torch.ones(6), 2), {"baseline": "median"}, "baseline must be one of"),
+        ((torch.ones(6), 2), {"scale": "group"}, "scale must be one of"),
+        ((torch.ones(6), 2), {"eps": -1e-4}, "eps"),
+        ((torch.ones(6), 2), {"weights": [1.0]}, "rewards are \\[B\\]"),
+        ((torch.ones(6, 2), 2), {"weights": [1.0]}, "2 finite numbers"),
+        ((torch.ones(6), 2), {"combine": "normalize_then_sum"}, "several reward functions"),
+        ((torch.ones(6, 2), 2), {"combine": "normalize_then_sum", "scale": "none"}, 'scale="std"'),
+        ((torch.tensor([2.0, 0.0]), 2), {"scale": "bernoulli"}, "rewards in \\[0, 1\\]"),
+        ((torch.ones(6), 2), {"backend": "cuda"}, "backend must be one of"),
+        ((torch.ones(6, dtype=torch.float64), 2), {"backend": "triton"}, "float64"),
+    ],
+)
+def test_refusals(arguments, settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        group_advantage(*arguments, **settings)
+
+
+# ---- pass@k --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [pass_at_k_advantage, reference.pass_at_k_advantage])
+def test_pass_at_k_closed_form(function):
+    # n = 4, c = 2, k = 2. Pairs with a correct row: always pass. The 3 others hold 1 correct: 1 - C(2,2)/C(3,2) = 2/3.
+    # Pairs with a wrong row: pass with 2 of the 3 others, 2/3. The 3 others hold 2 correct: 1.
+    got = function(torch.tensor([1.0, 0, 0, 1], dtype=torch.float64), 4, 2)
+    assert (got - torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3], dtype=torch.float64)).abs().max() < 1e-12
+    # pass@2 itself: its unbiased estimate from all four rows is 1 - C(2,2)/C(4,2) = 5/6, the mean over the rows of
+    # what the pairs with each of them give.
+    assert abs((1 + 1 + 2 / 3 + 2 / 3) / 4 - (1 - comb(2, 2) / comb(4, 2))) < 1e-12
+
+
+def test_pass_at_one_is_leave_one_out():
+    expected = group_advantage(EIGHT, 8, baseline="leave_one_out", scale="none")
+    assert (pass_at_k_advantage(EIGHT, 8, 1) - expected).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_is_an_unbiased_gradient(k):
+    # Bernoulli policy with success probability p: d log pi = 1/p for a success, -1/(1-p) for a failure. The mean of
+    # (1/n) sum A_i d log pi_i over all outcomes of n = 5 rows must be d pass@k / dp = k (1-p)^(k-1).
+    p, n = 0.3, 5
+    outcomes = torch.tensor(list(product((0.0, 1.0), repeat=n)), dtype=torch.float64)
+    advantages = pass_at_k_advantage(outcomes.flatten(), n, k).view(-1, n)
+    probability = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(dim=1)
+    score = outcomes / p - (1 - outcomes) / (1 - p)
+    gradient = (probability * (advantages * score).mean(dim=1)).sum()
+    assert abs(gradient - k * (1 - p) ** (k - 1)) < 1e-12
+
+
+def test_pass_at_k_equals_enumeration_in_any_layout():
+    rewards = torch.tensor([1.0, 0, NAN, 0, 0, 1, 0, 0, 1, 1, 0, 0, NAN, 0, 0, 1], dtype=torch.float64)
+    ids = torch.tensor([3, 1, 1, 3, 1, 1, 3, 3, 1, 3, 9, 9, 9, 9, 9, 9])
+    for k in (1, 2, 3, 4):
+        expected = reference.pass_at_k_advantage(rewards, ids, k)
+        assert (pass_at_k_advantage(rewards, ids, k) - expected).abs().max() < 1e-12
+
+
+def test_pass_at_k_degenerate_groups():
+    assert (pass_at_k_advantage(torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0]), 4, 2) == 0).all()
+    assert (pass_at_k_advantage(torch.tensor([1.0, NAN, 0.0, NAN]), 4, 2) == 0).all()
+    large = torch.cat([torch.ones(3), torch.zeros(997)])
+    got = pass_at_k_advantage(large, 1000, 500)
+    assert got.isfinite().all()
+    # with half of the rows drawn, three right ones among a thousand: the closed form in exact integers
+    wrong = 500 * (comb(996, 500) / comb(999, 500) - comb(996, 499) / comb(999, 499))
+    assert abs(got[3] - wrong) < 1e-5 * abs(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.tensor([1.0, 0.5, 0, 0]), 4, 2), "rewards of 0 and 1"),
+        ((torch.tensor([1.0, 0, 0, 0]), 4, 4), "more than 4 rows"),
+        ((torch.tensor([1.0, 0, 0, 0]), 4, 0), "at least 1"),
+        ((torch.ones(4, 2), 4, 1), "must be \\[B\\]"),
+    ],
+)
+def test_pass_at_k_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k_advantage(*arguments)
+
+
+# ---- the real compiler ---------------------------------------------------------------------------------------------
+
+COMPILE = """
+import json, os, re, subprocess, tempfile
+import triton
+import triton.backends.nvidia as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from amir_kernels import _group_kernels as kernels
+
+def registers_and_spills(kernel, pointers, constants):
+    signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptxas = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        open(path, "w").write(ptx)
+        command = [ptxas, "-v", "--gpu-name", "sm_90a", path, "-o", os.path.join(folder, "kernel.cubin")]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
+
+advantage = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
+sums = {"scores": "*fp32", "rewards": "*fp64", "starts": "*i64", "ends": "*i64", "losses": "*fp32", "grads": "*fp32",
+        "chosen": "*i64", "rejected": "*i64", "correct": "*i64", "logits": "*fp32", "rows": "i32", "beta": "fp32"}
+found = {}
+for block in (8, 1024):
+    constants = {"EPS": 1e-4, "BASELINE": "leave_one_out", "SCALE": "std", "UNBIASED": True, "BLOCK": block}
+    found[f"group_advantage {block}"] = registers_and_spills(kernels._group_advantage_kernel, advantage, constants)
+for topk in (False, True):
+    constants = {"MARGIN": 0.5, "ROUNDING": 4 * 2.0**-23, "TOPK": topk,
+                 "ROWS": kernels.ROW_BLOCK, "COLUMNS": kernels.COLUMN_BLOCK}
+    found[f"pairs topk={topk}"] = registers_and_spills(kernels._pair_row_sums_kernel, sums, constants)
+print(json.dumps(found))
+"""
+
+
+def test_kernels_compile_for_sm_90_without_spills():
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, (registers, spills) in json.loads(done.stdout).items():
+        assert spills == 0, name
+        assert registers <= 255, name
