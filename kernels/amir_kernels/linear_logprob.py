@@ -6,7 +6,7 @@
 
 The vocabulary is swept in tiles, forward and again in the backward; no `[N, V]` tensor exists.
 
-Legend: N rows (tokens), H hidden size, V vocabulary, r LoRA rank. `[...]` is any shape, the same in all arguments of a call.
+Legend: N rows (tokens), H hidden size, V vocabulary, r LoRA rank. `[...]` is any shape, the same throughout a call.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,9 +35,9 @@ class LogprobEntropy(NamedTuple):
 # ---- the op --------------------------------------------------------------------------------------------------------
 
 _CALL_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? temperatures, float temperature, float? softcap, "
-    "float logit_scale, Tensor? lora_a, Tensor? lora_b, float lora_scaling, int ignore_index, ScalarType compute, "
-    "int workspace, bool triton"
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? temperatures, float temperature, "
+    "float? softcap, float logit_scale, Tensor? lora_a, Tensor? lora_b, float lora_scaling, int ignore_index, "
+    "ScalarType compute, int workspace, bool triton"
 )
 
 
@@ -135,7 +135,7 @@ def _backward(
     total: Tensor,
     *arguments: Any,
 ) -> list[Tensor]:
-    """The wanted gradients, in the order of `Wanted`, from the rows whose upstream gradients are not all exactly zero."""
+    """The wanted gradients, in the order of `Wanted`, from the rows with an upstream gradient that is not exactly 0."""
     call, wanted = _Call(*arguments[:-1]), Wanted(*arguments[-1])
     head = call.head
     live = torch.zeros_like(call.target, dtype=torch.bool)
@@ -298,7 +298,7 @@ def _call_op(
     if softcap is not None:
         check_positive("softcap", softcap)
     if lora is not None:
-        raise NotImplementedError("lora")
+        _check_lora(lora, weight)
     if process_group is not None:
         raise NotImplementedError("process_group")
     if workspace_bytes is not None:
@@ -313,9 +313,9 @@ def _call_op(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),
         float(logit_scale),
-        None,
-        None,
-        1.0,
+        None if lora is None else lora[0],
+        None if lora is None else lora[1],
+        1.0 if lora is None else float(lora[2]),
         ignore_index,
         _product_dtype(hidden, weight),
         default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
@@ -387,16 +387,16 @@ def linear_logprob_entropy(
         logit_scale: factor on the logits, before the cap.
         lora: (A `[r, H]`, B `[V, r]`, scaling): adds scaling * B @ A to the head without forming it.
         process_group: the vocabulary is split over its ranks.
-        workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers (at least one 16 x 16 tile is
-            used). Default 64 MiB on a CPU, 256 MiB on a GPU.
+        workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers; one 16 x 16 tile is used
+            in any case. Default 64 MiB on a CPU, 256 MiB on a GPU.
         backend: "auto", "triton" or "torch".
         entropy_grad: False treats the entropy as a constant.
 
     Products take their inputs in the wider of the two dtypes (under autocast in its dtype) and sum in float32; float32
     products are true float32 whatever `torch.set_float32_matmul_precision` says. Logits, sums and results are float32
     (float64 where an input is float64). Gradients are summed in float32 and returned in each input's dtype. They go to
-    hidden, weight, bias, A and B, each computed only if required; rows whose upstream gradients are all exactly zero are
-    left out. Double backward is refused. Kept for backward: the inputs, and 12 bytes per row (16 with entropy).
+    hidden, weight, bias, A and B, each computed only if required; rows whose upstream gradients are all exactly zero
+    are left out. Double backward is refused. Kept for backward: the inputs, and 12 bytes per row (16 with entropy).
 
     On one device, backend, thread count and workspace a row's results are the same bits whatever the other rows, its
     position, the padding, the grad mode, and whether `linear_logprob` or this function computed it.
@@ -431,8 +431,8 @@ def linear_policy_loss(
     ref_logprobs: Tensor | None = None,
     objective: "str | Objective" = "grpo",
     importance_weight: Tensor | None = None,
-    num_tokens: int | float | Tensor | None = None,
-    num_sequences: int | float | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
     preference_weights: Tensor | None = None,
     normalize: str = "mean",
     bias: Tensor | None = None,
