@@ -1,0 +1,93 @@
+"""The `amir` command: train a run, list the shipped ones, say what this machine can do."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .config import ConfigError, RunConfig, config_yaml, load_config, recipe_names
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+WRONG_USAGE = 2
+
+
+@app.command()
+def train(
+    run: Annotated[str, typer.Argument(help="a YAML file or the name of a shipped recipe")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the latest checkpoint")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and stop")] = False,
+) -> None:
+    """Trains a run; every setting is checked before anything is loaded."""
+    config = load_config(run, set_)
+    if dry_run:
+        typer.echo(config_yaml(config), nl=False)
+        return
+    _train(run, config, resume)
+
+
+@app.command()
+def recipes() -> None:
+    """Lists the shipped runs."""
+    for name in recipe_names():
+        config = load_config(name)
+        typer.echo(f"{name:16s} {config.model}, {config.task.name}, {config.loss_type}, {config.max_steps} steps")
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this machine can run and what is missing."""
+    from .doctor import findings
+
+    for line in findings():
+        typer.echo(line)
+
+
+def _train(run: str, config: RunConfig, resume: bool) -> None:
+    from .display import Terminal, draw_curves
+    from .rundir import RunDirectory, choose_output_dir
+
+    path = choose_output_dir(Path(run).stem, config, resume=resume)
+    directory = RunDirectory(path, config, resume=resume)
+    typer.echo(f"run directory: {path}")
+    typer.echo("loading torch, the model and the task ...")
+
+    import torch
+    from transformers.utils import logging
+
+    from .model import load_policy
+    from .tasks import TASKS
+    from .trainer import Trainer
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    task = TASKS[config.task.name](config.task)
+    policy = load_policy(config)
+    with Terminal(config.max_steps, 0, path / "tensorboard") as terminal:
+        trainer = Trainer(config, policy, task, directory, terminal)
+        if resume:
+            trainer.resume()
+        trainer.train()
+    picture = draw_curves(path)
+    directory.close()
+    typer.echo(f"curves: {picture}\nadapter (PEFT): {path / 'adapter'}")
+    typer.echo(f"next: tensorboard --logdir {path / 'tensorboard'}")
+
+
+def main() -> None:
+    """Entry point; exit codes: 0 done, 1 failed, 2 wrong usage or config."""
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(f"amir: {error}", err=True)
+        sys.exit(WRONG_USAGE)
+
+
+if __name__ == "__main__":
+    main()

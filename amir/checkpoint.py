@@ -1,0 +1,95 @@
+"""Checkpoints that are whole or absent: the adapter in PEFT's format, optimizer and random state as safetensors."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: PeftModel, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]
+) -> Path:
+    """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it."""
+    target = folder / f"step-{step}"
+    staging = folder / f".step-{step}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    model.save_pretrained(staging)
+    save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
+    state = {"format": FORMAT, "step": step, "torch": torch.__version__, "parameters": list(named)}
+    (staging / "state.json").write_text(json.dumps(state))
+    for path in (p for p in staging.iterdir() if p.is_file()):
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    staging.rename(target)
+    _sync(folder)
+    return target
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The whole checkpoint of the highest step, or None."""
+    found = [p for p in folder.glob("step-*") if (p / "state.json").is_file()]
+    return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+
+
+def load_checkpoint(path: Path, model: PeftModel, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
+    """Restores adapter, optimizer and random state in place; returns the step that was finished."""
+    state = json.loads((path / "state.json").read_text())
+    if state["format"] != FORMAT or state["parameters"] != list(named):
+        raise ValueError(f"checkpoint {path}: made by another version or for another model or adapter")
+    set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+    tensors = load_file(path / "optimizer.safetensors")
+    for name, parameter in named.items():
+        parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
+        if parts:
+            optimizer.state[parameter] = {
+                key: t if key == "step" else t.to(parameter.device) for key, t in parts.items()
+            }
+    torch.set_rng_state(tensors["rng|cpu"])
+    if "rng|cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng|cuda"])
+    return state["step"]
+
+
+def save_adapter(folder: Path, model: PeftModel) -> None:
+    """Writes the adapter alone, in PEFT's format, under a temporary name, then renames it."""
+    staging = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    model.save_pretrained(staging)
+    shutil.rmtree(folder, ignore_errors=True)
+    staging.rename(folder)
+
+
+def adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors by PEFT's names."""
+    return get_peft_model_state_dict(model)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"{name}|{key}": value
+        for name, parameter in named.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"rng|cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng|cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,239 @@
+"""What a run is: every setting with its default, validated before torch is imported.
+
+Keys keep the names that users of TRL's GRPOConfig and of the paper's code look for. A default marked "paper" is that of
+AMIR-GRPO (arXiv 2601.03661) or its released code.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+# Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
+LOSS_TYPES = {
+    "grpo": True,
+    "bnpo": True,
+    "dr_grpo": True,
+    "dapo": True,
+    "gspo": True,
+    "gspo_token": True,
+    "luspo": True,
+    "gmpo": True,
+    "cispo": True,
+    "sapo": False,
+    "vespo": False,
+    "gpg": False,
+    "reinforce": False,
+}
+
+
+class ConfigError(ValueError):
+    """A run that cannot be: names the key, the value, what was expected and, for an unknown key, the nearest one."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: unknown keys are refused, values are not coerced, instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class LoraSettings(Settings):
+    """LoRA adapter, PEFT's meaning of each name."""
+
+    r: Count = 16  # paper
+    alpha: Positive = 16  # paper
+    dropout: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.0
+    target_modules: str | list[str] = "all-linear"
+
+
+class ArithmeticTask(Settings):
+    """Sums of two operands from 0 to `max_operand`; `held_out` is the share of unordered pairs kept for evaluation."""
+
+    name: Literal["arithmetic"]
+    max_operand: Annotated[int, Field(ge=4)] = 9
+    held_out: Annotated[float, Field(strict=False, gt=0, le=0.5)] = 0.3
+
+
+class Gsm8kTask(Settings):
+    """GSM8K questions: a JSONL file with `question` and `answer`, a folder with train.jsonl and test.jsonl, or the hub.
+
+    `path` unset reads openai/gsm8k from the hub; `sample` reads the 50 questions shipped with the package.
+    """
+
+    name: Literal["gsm8k"]
+    path: str | None = None
+
+
+class RunConfig(Settings):
+    """One training run, fully resolved."""
+
+    # model
+    model: str
+    lora: LoraSettings = LoraSettings()
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    # data
+    task: Annotated[ArithmeticTask | Gsm8kTask, Field(discriminator="name")]
+    # rollouts
+    prompts_per_step: Count = 4  # paper: 32 completions a step
+    num_generations: Annotated[int, Field(ge=2)] = 8  # paper
+    max_prompt_length: Count = 1024  # paper
+    max_completion_length: Count = 1024  # paper
+    temperature: Positive = 1.0
+    top_p: Number = 1.0
+    top_k: int = 0
+    # objective
+    loss_type: str = "grpo"
+    epsilon: NonNegative | None = None
+    epsilon_high: NonNegative | None = None
+    scale_rewards: Literal["group", "batch", "bernoulli", "none"] = "group"
+    beta: NonNegative = 0.0
+    entropy_coef: NonNegative = 0.0
+    mask_truncated_completions: bool = False
+    num_iterations: Count = 1
+    # pair term
+    lambda_reg: NonNegative = 0.01  # paper
+    beta_dpo: Positive = 0.2  # paper
+    reward_margin: NonNegative = 0.0  # rewards here are 0 or 1; the paper's 1.5 belongs to its summed shaping rewards
+    pair_mining: Literal["all", "topk"] = "all"
+    max_pairs_per_group: Count | None = None
+    ref_free: bool = False
+    normalize: Literal["mean", "sum"] = "mean"
+    # optimizer
+    learning_rate: Positive = 5e-6  # paper
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: CountOrZero = 0
+    adam_beta1: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.99  # paper
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    # run
+    max_steps: Count = 1000  # paper
+    micro_batch_tokens: Count = 8192
+    save_steps: Count = 50
+    eval_prompts: CountOrZero = 0
+    eval_samples: Count = 4
+    eval_steps: CountOrZero = 0
+    output_dir: str | None = None
+    seed: CountOrZero = 0
+    threads: Count | None = None
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        for refusal in _refusals(self):
+            raise ValueError(refusal)
+        return self
+
+
+def _refusals(c: RunConfig) -> Iterator[str]:
+    if c.loss_type not in LOSS_TYPES:
+        near = _nearest(c.loss_type, LOSS_TYPES)
+        yield f"loss_type = {c.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}{near}"
+    if c.top_p != 1.0 or c.top_k != 0:
+        key, value = ("top_p", c.top_p) if c.top_p != 1.0 else ("top_k", c.top_k)
+        yield (
+            f"{key} = {value!r}: expected top_p = 1.0 and top_k = 0, since a filter samples from another support than "
+            "the one the log-probabilities are computed on"
+        )
+    if not LOSS_TYPES.get(c.loss_type, True):
+        for key in ("epsilon", "epsilon_high"):
+            if getattr(c, key) is not None:
+                yield f"{key} = {getattr(c, key)!r}: loss_type {c.loss_type!r} does not clip; leave {key} unset"
+    if c.warmup_steps >= c.max_steps:
+        yield f"warmup_steps = {c.warmup_steps}: expected fewer than max_steps = {c.max_steps}"
+    if c.eval_steps and not c.eval_prompts:
+        yield f"eval_steps = {c.eval_steps}: expected eval_prompts > 0 beside it"
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(f.name.removesuffix(".yaml") for f in resources.files("amir.recipes").iterdir() if ".yaml" in f.name)
+
+
+def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
+    """Reads a YAML file or a shipped recipe, applies `key=value` overrides (values are YAML), validates.
+
+    Raises ConfigError with one line for each thing that is wrong.
+    """
+    fields = _read(run)
+    for override in overrides or []:
+        _override(fields, override)
+    try:
+        return RunConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def config_yaml(config: RunConfig) -> str:
+    """The resolved config as YAML, in the order of its definition; reading it back gives the same config."""
+    return yaml.safe_dump(config.model_dump(exclude_unset=False, mode="json"), sort_keys=False)
+
+
+def _read(run: str) -> dict[str, Any]:
+    path = Path(run)
+    if run in recipe_names():
+        text = (resources.files("amir.recipes") / f"{run}.yaml").read_text()
+    elif path.suffix in (".yaml", ".yml") and path.is_file():
+        text = path.read_text()
+    else:
+        near = _nearest(run, recipe_names())
+        raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
+    try:
+        fields = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{run}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{run}: expected keys and values, got {type(fields).__name__}")
+    return fields
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override!r}: expected key=value")
+    *parents, leaf = key.strip().split(".")
+    for parent in parents:
+        fields = fields.setdefault(parent, {})
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--set {override!r}: {parent} holds a value, not keys")
+    try:
+        fields[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: the value is not YAML") from None
+
+
+def _explain(error: Any) -> str:
+    location = [str(part) for part in error["loc"] if str(part) not in ("arithmetic", "gsm8k")]
+    key, value = ".".join(location), error["input"]
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r} (value {value!r}){_nearest(key, [k for k in _known_keys() if k != key])}"
+    if error["type"] == "missing":
+        return f"{key}: missing; it has no default"
+    if error["type"] == "value_error" and not key:
+        return str(error["ctx"]["error"])
+    return f"{key} = {value!r}: {error['msg'].replace('Input should be', 'expected').replace('Value error, ', '')}"
+
+
+def _known_keys() -> list[str]:
+    nested = {"lora": LoraSettings, "task": ArithmeticTask}
+    keys = [f"{parent}.{key}" for parent, model in nested.items() for key in model.model_fields]
+    return [*RunConfig.model_fields, *keys, *(f"task.{key}" for key in Gsm8kTask.model_fields)]
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; nearest: {close[0]!r}" if close else ""

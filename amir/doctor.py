@@ -1,0 +1,34 @@
+"""What this machine can run, and what is missing."""
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "flash-attn", "liger-kernel", "bitsandbytes", "trl")
+
+
+def findings() -> Iterator[str]:
+    """One line a finding."""
+    import torch
+
+    yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    for package in PACKAGES:
+        try:
+            yield f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{package}: not installed"
+    if torch.cuda.is_available():
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        yield f"GPU: {torch.cuda.get_device_name()} (compute capability {capability}); Triton kernels serve it"
+    else:
+        yield f"no GPU: the torch backend serves, on {torch.get_num_threads()} threads; train small models only"
+    yield _packaged_model()
+
+
+def _packaged_model() -> str:
+    from .smollm2 import MODEL_NAME, packaged_gguf
+
+    try:
+        return f"model {MODEL_NAME}: {packaged_gguf().name}"
+    except FileNotFoundError as error:
+        return str(error)

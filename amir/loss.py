@@ -1,0 +1,144 @@
+"""From a batch to gradients: log-probs of the live rows, the objective with its pair term, one backward a micro-batch.
+
+The loss is a function of log-probs alone, so its gradient with respect to them is taken first, each term's apart, and
+one backward of the model follows: the terms' sizes are known without a second pass.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from amir_kernels import OBJECTIVES, Objective, amir_loss, preference_weights, sequence_logprob
+
+from .batch import Batch, MicroBatch, micro_batches, pair_options
+from .config import RunConfig
+from .model import Policy
+
+Sums = Counter[str]
+"""Sums and counts over micro-batches, by name."""
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """The run's policy objective: the named one with the run's own clip bounds and coefficients."""
+    changes: dict[str, float | int] = {"kl_coef": config.beta, "entropy_coef": config.entropy_coef}
+    if config.epsilon is not None:
+        changes |= {"clip_low": config.epsilon, "clip_high": config.epsilon}
+    if config.epsilon_high is not None:
+        changes["clip_high"] = config.epsilon_high
+    if config.loss_type == "dr_grpo":
+        changes["max_completion_length"] = config.max_completion_length
+    return OBJECTIVES[config.loss_type].replace(**changes)
+
+
+def with_reference(policy: Policy, batch: Batch, config: RunConfig) -> Batch:
+    """The batch with reference log-probs of its live rows, where the KL or the pair term needs them."""
+    pairs = config.lambda_reg > 0 and not config.ref_free and bool(batch.paired.any())
+    if config.beta == 0 and not pairs:
+        return batch
+    with policy.reference():
+        return replace(batch, ref_logprobs=_score(policy, batch, batch.live, config.micro_batch_tokens))
+
+
+def backward(policy: Policy, batch: Batch, objective: Objective, config: RunConfig) -> tuple[Batch, Sums]:
+    """Adds the gradient of the whole step's loss to the adapter's `.grad`, micro-batch by micro-batch.
+
+    Returns the batch with the log-probs under which it was sampled (those of the first call, before any update) and the
+    sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's.
+    """
+    micros = list(micro_batches(batch, config.micro_batch_tokens, keep_groups=config.lambda_reg > 0))
+    weights = _pair_weights(policy, batch, [m for m in micros if not m.whole], config)
+    first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
+    sums: Sums = Counter()
+    for micro in micros:
+        logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
+        if first_old is not None:
+            first_old[micro.rows, : logprobs.shape[1]] = logprobs
+    return (batch if first_old is None else replace(batch, old_logprobs=first_old)), sums
+
+
+def _accumulate(
+    policy: Policy,
+    batch: Batch,
+    micro: MicroBatch,
+    objective: Objective,
+    config: RunConfig,
+    weights: Tensor | None,
+    sums: Sums,
+) -> Tensor:
+    """Forward and backward of one micro-batch; returns its log-probs."""
+    rows = micro.rows
+    tokens = batch.tokens.rows(rows)
+    mask = tokens.completion_mask
+    outputs = policy.logprobs_entropy(tokens)[:2] if config.entropy_coef > 0 else (policy.logprobs(tokens),)
+    leaves = [o.detach().requires_grad_() for o in outputs]
+    logprobs = leaves[0].detach()
+    old = logprobs if batch.old_logprobs is None else _cut(batch.old_logprobs, rows, mask)
+    loss = amir_loss(
+        leaves[0],
+        old,
+        batch.advantages[rows],
+        batch.rewards[rows],
+        batch.group[rows],
+        mask,
+        ref_logprobs=None if batch.ref_logprobs is None else _cut(batch.ref_logprobs, rows, mask),
+        objective=objective,
+        entropy=leaves[1] if len(leaves) > 1 else None,
+        lambda_reg=config.lambda_reg,
+        ref_free=config.ref_free or batch.ref_logprobs is None,
+        normalize=config.normalize,
+        preference_weights=None if micro.whole or weights is None else weights[rows],
+        num_pairs=batch.num_pairs.clamp(min=1),
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        **pair_options(config),
+    )
+    from_policy = torch.autograd.grad(loss.policy, leaves, retain_graph=True)
+    from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
+    torch.autograd.backward(outputs, [from_policy[0] + from_pairs, *from_policy[1:]])
+    sums.update(loss.metrics)
+    sums.update(
+        {
+            "loss": loss.loss.detach(),
+            "preference_loss": loss.preference.detach(),
+            "policy_grad_square": from_policy[0].square().sum(),
+            "pair_grad_square": from_pairs.square().sum(),
+        }
+    )
+    return logprobs
+
+
+def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig) -> Tensor | None:
+    """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients."""
+    if not parts:
+        return None
+    split = torch.zeros_like(batch.live)
+    split[torch.cat([part.rows for part in parts])] = True
+    mask = batch.loss_mask & split[:, None]
+    score = sequence_logprob(_score(policy, batch, split, config.micro_batch_tokens), mask, normalize=config.normalize)
+    if not config.ref_free and batch.ref_logprobs is not None:
+        score = score - sequence_logprob(batch.ref_logprobs, mask, normalize=config.normalize)
+    return preference_weights(
+        score,
+        batch.rewards,
+        batch.group,
+        valid=split,
+        num_pairs=batch.num_pairs.clamp(min=1),
+        **pair_options(config),
+    )
+
+
+@torch.no_grad()
+def _score(policy: Policy, batch: Batch, needed: Tensor, token_budget: int) -> Tensor:
+    """Log-probs `[B, C]` of the `needed` rows, 0 elsewhere, without a graph."""
+    scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
+    for micro in micro_batches(replace(batch, live=needed), token_budget, keep_groups=False):
+        logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
+        scores[micro.rows, : logprobs.shape[1]] = logprobs
+    return scores
+
+
+def _cut(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """The rows of a `[B, C]` tensor at the width of their micro-batch's mask."""
+    return values[rows, : mask.shape[1]]

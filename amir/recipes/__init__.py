@@ -1,0 +1,1 @@
+"""Shipped runs, as YAML files."""

@@ -1,0 +1,130 @@
+"""A run's folder: what was configured, measured, sampled and saved. Nothing in it is overwritten or lost.
+
+config.yaml        the resolved config
+metrics.jsonl      a line a step
+evaluations.jsonl  a line an evaluation
+completions/       what was sampled and its rewards, a file a step
+checkpoints/       step-N folders
+tensorboard/       the metrics again
+log.txt            what was said
+superseded/        steps after the checkpoint that a resumed run took again
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .config import ConfigError, RunConfig, config_yaml
+
+
+class RunDirectory:
+    """Opens (and locks) a run's folder; `resume` continues in one that exists, otherwise it must be new."""
+
+    def __init__(self, path: Path, config: RunConfig, *, resume: bool) -> None:
+        self.path = path
+        if not resume and (path / "config.yaml").exists():
+            raise ConfigError(f"output_dir = {str(path)!r}: holds a run; add --resume to continue it, or name another")
+        if resume and not (path / "config.yaml").exists():
+            raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(path / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(f"output_dir = {str(path)!r}: another process is running in it") from None
+        if resume:
+            _refuse_other_config(path, config)
+        (path / "completions").mkdir(exist_ok=True)
+        write_atomically(path / "config.yaml", config_yaml(config))
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of step-N checkpoints."""
+        return self.path / "checkpoints"
+
+    def rewind(self, step: int) -> None:
+        """Moves what was recorded after `step` to superseded/, so that a resumed run can record those steps again."""
+        archive = self.path / "superseded" / time.strftime("%Y%m%d-%H%M%S")
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            rows = [json.loads(line) for line in _whole_lines(self.path / name)]
+            late = [row for row in rows if row["step"] > step]
+            if late:
+                _write_lines(archive / name, late)
+                _write_lines(self.path / name, [row for row in rows if row["step"] <= step])
+        for file in sorted((self.path / "completions").glob("*-*.jsonl")):
+            if int(file.stem.rsplit("-", 1)[1]) > step:
+                archive.mkdir(parents=True, exist_ok=True)
+                file.rename(archive / file.name)
+
+    def record(self, name: str, row: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
+        with (self.path / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Writes completions/KIND-STEP.jsonl, a line a completion."""
+        _write_lines(self.path / "completions" / f"{kind}-{step:06d}.jsonl", rows)
+
+    def log(self, text: str) -> None:
+        """Appends a dated line to log.txt."""
+        with (self.path / "log.txt").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        self._lock.release()
+
+
+def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
+    """`output_dir`, else runs/NAME, numbered on where that holds a run already; resuming takes the latest of them."""
+    if config.output_dir is not None:
+        return Path(config.output_dir).expanduser()
+    first = Path("runs") / name
+    number, taken = 1, None
+    while (candidate := first if number == 1 else first.with_name(f"{name}-{number}")).exists():
+        taken, number = candidate, number + 1
+    return (taken or first) if resume else candidate
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a temporary file, then renames it: a reader sees the old text or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The complete lines; a last line that a crash cut short is left out."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", "micro_batch_tokens"}
+"""Settings that a resumed run may change; every other one would make it another run."""
+
+
+def _refuse_other_config(path: Path, config: RunConfig) -> None:
+    import yaml
+
+    saved = yaml.safe_load((path / "config.yaml").read_text())
+    now = yaml.safe_load(config_yaml(config))
+    for key in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
+        if saved.get(key) != now.get(key):
+            raise ConfigError(
+                f"{key} = {now.get(key)!r}: the run in {str(path)!r} has {saved.get(key)!r}; a resumed run keeps it "
+                f"(it may change {', '.join(sorted(MAY_CHANGE))})"
+            )
