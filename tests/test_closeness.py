@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from closeness import assert_as_good_as
 from torch import Tensor
+
+from closeness import assert_as_good_as
 
 N, V, TEMPERATURE, CAP = 48, 3001, 0.7, 20.0
 TARGETS = slice(0, N - 6)

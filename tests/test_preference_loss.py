@@ -71,7 +71,7 @@ def test_low_precision_rewards_are_compared_as_given():
 
 
 def layouts():
-    """Scores and rewards with ties, in groups: one, equal, single rows, shuffled ids of uneven sizes, missing rewards."""
+    """Scores, rewards with ties, groups: one, equal, single rows, shuffled ids of uneven sizes, missing rewards."""
     generator = torch.Generator().manual_seed(2)
 
     def case(rows, group):

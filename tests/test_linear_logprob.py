@@ -1,0 +1,499 @@
+"""linear_logprob against the reference: values, gradients, bits, memory, and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from amir_kernels import linear_logprob, linear_logprob_entropy, reference
+from closeness import assert_as_good_as
+
+RESULTS = ("logprob", "entropy", "lse")
+SMALL = 40_000
+"""workspace in bytes that makes several row blocks and several vocabulary tiles of the shapes used here"""
+
+
+def tensors(rows=(2, 19), hidden_size=24, vocabulary=301, dtype=torch.float64, rank=0, ignored=3):
+    """Inputs with peaked rows and targets drawn from them; each requires a gradient."""
+    hidden = 2 * torch.randn(*rows, hidden_size, dtype=dtype)
+    weight = torch.randn(vocabulary, hidden_size, dtype=dtype) / hidden_size**0.5 * 2
+    probs = (hidden.double() @ weight.double().T).softmax(-1)
+    target = torch.multinomial(probs.reshape(-1, vocabulary), 1).view(rows)
+    if ignored:
+        target.view(-1)[:: target.numel() // ignored + 1] = -100
+    inputs = {"hidden": hidden, "weight": weight, "bias": torch.randn(vocabulary, dtype=dtype)}
+    if rank:
+        inputs["a"] = torch.randn(rank, hidden_size, dtype=dtype)
+        inputs["b"] = torch.randn(vocabulary, rank, dtype=dtype) / 4
+    return {name: value.requires_grad_() for name, value in inputs.items()}, target
+
+
+def run(function, inputs: dict[str, Tensor], target: Tensor, upstream, **options):
+    """The three results and the gradients of sum(upstream * results), by name."""
+    options = dict(options)
+    if "a" in inputs:
+        options["lora"] = (inputs["a"], inputs["b"], 0.5)
+    result = function(inputs["hidden"], inputs["weight"], target, bias=inputs.get("bias"), **options)
+    loss = sum((scale * value.double()).sum() for scale, value in zip(upstream, result, strict=True))
+    names = [name for name, value in inputs.items() if value.requires_grad]
+    grads = torch.autograd.grad(loss, [inputs[name] for name in names])
+    return dict(zip(RESULTS, result, strict=True)) | {f"d {n}": g for n, g in zip(names, grads, strict=True)}
+
+
+def upstream(target: Tensor, kinds="lpe"):
+    """Upstream gradients for (logprob, entropy, lse), zero for those not named in `kinds`."""
+    return [torch.randn(target.shape, dtype=torch.float64) * (kind in kinds) for kind in "lep"]
+
+
+def option_cases():
+    """Every pair of values of two options occurs in some case."""
+    temperatures, caps, scales, ranks, kinds = (1.0, 0.7, "row"), (None, 4.0), (1.0, 1.7), (0, 3), ("l", "lpe", "e")
+    cases = list(itertools.product(temperatures, caps, scales, ranks, kinds))
+    wanted = {(i, a, j, b) for case in cases for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
+    chosen = []
+    while wanted:
+        pairs = lambda case: {(i, a, j, b) for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
+        best = max(cases, key=lambda case: len(wanted & pairs(case)))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+def options_of(temperature, softcap, scale, target, dtype):
+    if temperature == "row":
+        temperature = torch.rand(target.shape, dtype=dtype) + 0.5
+    return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+def test_reference_is_log_softmax_of_the_head():
+    inputs, target = tensors(ignored=0)
+    logits = torch.nn.functional.linear(inputs["hidden"], inputs["weight"], inputs["bias"]) / 0.7
+    result = reference.linear_logprob_entropy(
+        inputs["hidden"], inputs["weight"], target, bias=inputs["bias"], temperature=0.7
+    )
+    categorical = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(result.logprob, categorical.log_prob(target))
+    torch.testing.assert_close(result.entropy, categorical.entropy())
+    torch.testing.assert_close(result.lse, logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize(("temperature", "softcap", "scale"), [(1.0, None, 1.0), ("row", 4.0, 1.7)])
+def test_reference_gradients_match_finite_differences(temperature, softcap, scale):
+    inputs, target = tensors(rows=(4,), hidden_size=5, vocabulary=13, rank=2, ignored=1)
+    options = options_of(temperature, softcap, scale, target, torch.float64)
+
+    def function(hidden, weight, bias, a, b):
+        return reference.linear_logprob_entropy(hidden, weight, target, bias=bias, lora=(a, b, 0.5), **options)
+
+    assert torch.autograd.gradcheck(function, tuple(inputs.values()))
+
+
+# ---- values and gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("temperature", "softcap", "scale", "rank", "kinds"), option_cases())
+def test_float64_matches_the_reference(temperature, softcap, scale, rank, kinds):
+    inputs, target = tensors(rank=rank)
+    options = options_of(temperature, softcap, scale, target, torch.float64)
+    grads = upstream(target, kinds)
+    ours = run(linear_logprob_entropy, inputs, target, grads, workspace_bytes=SMALL, **options)
+    theirs = run(reference.linear_logprob_entropy, inputs, target, grads, **options)
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=1e-9, atol=1e-12 * float(theirs[name].abs().max()), msg=name
+        )
+
+
+def dlogits_case(spread, shift, rows=64, vocabulary=5000):
+    """Logits as hidden states under an identity head: the gradient of hidden is then dlogits itself."""
+    logits = spread * torch.randn(rows, vocabulary, dtype=torch.float64) + shift
+    target = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+    return logits.float(), target
+
+
+def eager_logprob(hidden, weight, target, *, temperature=1.0, softcap=None):
+    """What trainers without a fused head do: logits in the product's dtype, log_softmax in float32."""
+    logits = (hidden @ weight.T).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return torch.log_softmax(logits / temperature, -1).gather(-1, target[..., None])[..., 0]
+
+
+@pytest.mark.parametrize(("spread", "shift"), [(1, 0), (4, 0), (2, 200), (2, -200), (40, 0)])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 30.0)])
+def test_dlogits_err_no_more_than_eager_float32(spread, shift, temperature, softcap):
+    """`shift` of 200 costs lse digits that must not reach the gradient; `spread` of 40 gives one-hot rows.
+
+    Where one entry outweighs its row, its error is a matter of luck; elsewhere rows are held to 1.5 times eager's.
+    """
+    logits, target = dlogits_case(spread, shift, rows=24, vocabulary=1500)
+    grad, eye = torch.randn(24), torch.eye(1500)
+
+    def dlogits(function, dtype):
+        hidden = logits.to(dtype).requires_grad_()
+        value = function(hidden, eye.to(dtype), target, temperature=temperature, softcap=softcap)
+        return value.detach(), torch.autograd.grad((value * grad.to(dtype)).sum(), hidden)[0]
+
+    ours, eager = dlogits(linear_logprob, torch.float32), dlogits(eager_logprob, torch.float32)
+    truth = dlogits(reference.linear_logprob, torch.float64)
+    assert_as_good_as(kernel=ours[0], eager=eager[0], truth=truth[0], factor=1.5, name="logprob")
+    factor = 2.0 if spread > 2 else 1.5
+    assert_as_good_as(kernel=ours[1], eager=eager[1], truth=truth[1], target=target, factor=factor, name="dlogits")
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32, torch.bfloat16)])
+def test_float_dtype_pairs(dtypes):
+    """16-bit products are summed in float32, so results lie far nearer the truth than those from 16-bit logits."""
+    inputs, target = tensors(rows=(40,), hidden_size=96, vocabulary=1003, dtype=torch.float32)
+    inputs = {n: v.detach().to(dtypes[n != "hidden"]).requires_grad_() for n, v in inputs.items() if n != "bias"}
+    grads = upstream(target, "l")
+    ours = run(linear_logprob_entropy, inputs, target, grads, workspace_bytes=400_000)
+    wide, wider = (
+        {n: v.detach().to(d).requires_grad_() for n, v in inputs.items()} for d in (torch.float32, torch.float64)
+    )
+    eager = run(reference.linear_logprob_entropy, wide, target, grads)
+    truth = run(reference.linear_logprob_entropy, wider, target, grads)
+    logits = (inputs["hidden"].to(dtypes[1]) @ inputs["weight"].T).float()
+    coarse = torch.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0] * (target >= 0)
+    assert (ours["logprob"] - truth["logprob"]).norm() < 0.5 * (coarse - truth["logprob"]).norm()
+    for name in ("d hidden", "d weight"):
+        dtype = inputs[name[2:]].dtype
+        assert ours[name].dtype == dtype
+        assert_as_good_as(kernel=ours[name], eager=eager[name].to(dtype), truth=truth[name], name=name)
+
+
+def test_weight_gradient_error_does_not_grow_with_tokens_in_bfloat16():
+    for rows in (256, 4096):
+        inputs, target = tensors(rows=(rows,), hidden_size=16, vocabulary=300, dtype=torch.float32)
+        inputs = {n: v.detach().bfloat16().requires_grad_() for n, v in inputs.items() if n != "bias"}
+        grads = upstream(target, "l")
+        ours = run(linear_logprob_entropy, inputs, target, grads, workspace_bytes=100_000)["d weight"].double()
+        wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
+        truth = run(reference.linear_logprob_entropy, wide, target, grads)["d weight"]
+        assert (ours - truth).norm() < 5e-3 * truth.norm()
+        assert torch.cosine_similarity(ours.view(-1), truth.view(-1), dim=0) > 0.9999
+
+
+def test_forgetting_the_cap_would_move_these_logprobs():
+    """The inputs of the capped tests are large enough for the cap to matter."""
+    inputs, target = tensors(ignored=0)
+    capped, plain = (
+        linear_logprob(inputs["hidden"], inputs["weight"], target, softcap=cap).detach() for cap in (4.0, None)
+    )
+    assert (capped - plain).abs().median() > 0.1
+
+
+def test_minus_infinity_in_the_bias_removes_tokens():
+    """Also a whole vocabulary tile of them."""
+    inputs, target = tensors(ignored=0)
+    bias = torch.zeros(301, dtype=torch.float64)
+    bias[:96] = -torch.inf
+    bias[150] = -torch.inf
+    kept = bias == 0
+    target = target.clamp(min=200)
+    index = torch.cumsum(kept, 0) - 1
+    hidden, weight = (inputs[name] for name in ("hidden", "weight"))
+    ours = linear_logprob_entropy(hidden, weight, target, bias=bias, workspace_bytes=SMALL)
+    theirs = linear_logprob_entropy(hidden, weight[kept], index[target], workspace_bytes=SMALL)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    grads = [torch.autograd.grad(sum(v.sum() for v in result), [hidden, weight]) for result in (ours, theirs)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# ---- rows that do not count ----------------------------------------------------------------------------------------
+
+
+def test_ignored_rows_give_zeros_whatever_they_hold():
+    inputs, target = tensors()
+    hidden = inputs["hidden"].detach().clone()
+    hidden[target == -100] = torch.nan
+    hidden.requires_grad_()
+    ours = run(linear_logprob_entropy, inputs | {"hidden": hidden}, target, upstream(target))
+    torch.manual_seed(0)
+    for name, value in ours.items():
+        assert value.isfinite().all(), name
+    for name in (*RESULTS, "d hidden"):
+        assert (ours[name][target == -100] == 0).all(), name
+
+
+@pytest.mark.parametrize("kinds", ["l", "lpe"])
+def test_rows_without_upstream_gradient_change_nothing(kinds):
+    inputs, target = tensors(ignored=0)
+    grads = upstream(target, kinds)
+    dead = torch.rand(target.shape) < 0.5
+    for grad in grads:
+        grad[dead] = 0
+    whole = run(linear_logprob_entropy, inputs, target, grads)
+    live = {**inputs, "hidden": inputs["hidden"].detach()[~dead].requires_grad_()}
+    alone = run(linear_logprob_entropy, live, target[~dead], [grad[~dead] for grad in grads])
+    assert (whole["d hidden"][dead] == 0).all()
+    assert torch.equal(whole["d hidden"][~dead], alone["d hidden"])
+    assert torch.equal(whole["d weight"], alone["d weight"])
+
+
+def test_dead_rows_are_left_out_of_the_products(monkeypatch):
+    """Counted: rows of the left factor in the backward's products."""
+    from amir_kernels import _linear_torch
+
+    inputs, target = tensors(rows=(64,), ignored=0)
+    counted = []
+    original = _linear_torch._product
+    monkeypatch.setattr(_linear_torch, "_product", lambda a, b, out: (counted.append(len(a)), original(a, b, out)))
+    logprob = linear_logprob(inputs["hidden"], inputs["weight"], target)
+    forward = sum(counted)
+    counted.clear()
+    logprob[:16].sum().backward()
+    assert sum(counted) == forward // 4
+
+
+# ---- which gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [{"hidden"}, {"weight"}, {"bias"}, {"a"}, {"b"}, {"hidden", "b"}, {"weight", "a"}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_any_subset_of_gradients_has_the_values_of_all(wanted, dtype):
+    """16-bit column gradients take a second sweep when the rows need several blocks; the sums must not notice."""
+    inputs, target = tensors(rank=3, dtype=torch.float32)
+    inputs = {name: value.detach().to(dtype).requires_grad_() for name, value in inputs.items()}
+    grads = upstream(target)
+    everything = run(linear_logprob_entropy, inputs, target, grads, workspace_bytes=SMALL)
+    some = {name: value.detach().requires_grad_(name in wanted) for name, value in inputs.items()}
+    ours = run(linear_logprob_entropy, some, target, grads, workspace_bytes=SMALL)
+    assert {name[2:] for name in ours if name.startswith("d ")} == wanted
+    for name, value in ours.items():
+        assert torch.equal(value, everything[name]), name
+
+
+def test_frozen_head_allocates_no_weight_gradient():
+    """Allocations of [V, H] or more are seen by none of the torch calls made inside the op."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for value in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(value, Tensor) and value._base is None:
+                    self.seen = max(self.seen, value.numel())
+            return out
+
+    inputs, target = tensors(rows=(8,), vocabulary=4001, hidden_size=64)
+    hidden, weight = inputs["hidden"], inputs["weight"].detach()
+    from amir_kernels.linear_logprob import _backward, _forward
+
+    call = (hidden.detach(), weight, target, None, None, 1.0, None, 1.0, None, None, 1.0, -100, torch.float64)
+    with Largest() as mode, torch.no_grad():
+        logprob, entropy, _, shift, total = _forward(*call, 400_000, False, False)
+        grads = _backward(
+            torch.ones_like(logprob),
+            None,
+            None,
+            logprob,
+            entropy,
+            shift,
+            total,
+            *call,
+            400_000,
+            False,
+            [True] + [False] * 4,
+        )
+    assert len(grads) == 1
+    assert 0 < mode.seen < weight.numel() // 4
+
+
+def test_tied_embedding_gets_both_gradients():
+    inputs, target = tensors(rows=(12,), ignored=0)
+    weight, ids = inputs["weight"], torch.randint(0, 301, (12,))
+
+    def gradient(function):
+        return torch.autograd.grad(function(torch.tanh(weight[ids]), weight, target).sum(), weight)[0]
+
+    torch.testing.assert_close(gradient(linear_logprob), gradient(reference.linear_logprob))
+
+
+def test_entropy_can_be_a_constant():
+    inputs, target = tensors()
+    result = linear_logprob_entropy(inputs["hidden"], inputs["weight"], target, entropy_grad=False)
+    assert not result.entropy.requires_grad
+    grads = [
+        torch.autograd.grad(value.sum(), inputs["hidden"], retain_graph=True)[0]
+        for value in (result.logprob, result.logprob + result.entropy)
+    ]
+    assert torch.equal(*grads)
+
+
+def test_double_backward_is_refused():
+    inputs, target = tensors()
+    value = linear_logprob(inputs["hidden"], inputs["weight"], target).sum()
+    (grad,) = torch.autograd.grad(value, inputs["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        grad.sum().backward()
+
+
+def test_backward_can_be_repeated_and_leaves_the_inputs_alone():
+    inputs, target = tensors()
+    before = {name: value.detach().clone() for name, value in inputs.items()}
+    value = linear_logprob(inputs["hidden"], inputs["weight"], target).sum()
+    first, second = (torch.autograd.grad(value, list(inputs.values())[:2], retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    for name, kept in before.items():
+        assert torch.equal(inputs[name], kept)
+
+
+# ---- shapes, strides, precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (1,), (2, 0), (3, 1, 5), (17,)])
+@pytest.mark.parametrize(("hidden_size", "vocabulary"), [(1, 1), (7, 2), (24, 15), (24, 16), (24, 17), (33, 301)])
+def test_any_shape(rows, hidden_size, vocabulary):
+    inputs, target = tensors(
+        rows=(max(1, torch.Size(rows).numel()),), hidden_size=hidden_size, vocabulary=vocabulary, ignored=0
+    )
+    hidden = inputs["hidden"].detach()[: torch.Size(rows).numel()].view(*rows, hidden_size).requires_grad_()
+    target = target[: torch.Size(rows).numel()].view(rows)
+    inputs = inputs | {"hidden": hidden}
+    grads = upstream(target)
+    ours = run(linear_logprob_entropy, inputs, target, grads, workspace_bytes=SMALL)
+    theirs = run(reference.linear_logprob_entropy, inputs, target, grads)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], msg=name)
+
+
+def test_strided_and_expanded_inputs():
+    base = torch.randn(3, 9, 48, dtype=torch.float64)
+    weight = torch.randn(24, 50, dtype=torch.float64).T
+    target = torch.randint(0, 50, (9,)).expand(3, 9)[:, :-1]
+    for hidden in (
+        base[:, :-1, ::2],
+        base[:1, :-1, :24].expand(3, 8, 24),
+        base.transpose(0, 1)[:3, :, :24].repeat(1, 3, 1)[:, :8],
+    ):
+        ours, theirs = (
+            f.linear_logprob(
+                hidden, weight, target[:, :8], temperature=torch.rand(3, 1, dtype=torch.float64).expand(3, 8) * 0 + 0.7
+            )
+            for f in (__import__("amir_kernels"), reference)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast_takes_its_dtype_for_the_products_and_float32_for_the_rest():
+    inputs, target = tensors(rows=(16,), dtype=torch.float32)
+    hidden, weight = inputs["hidden"], inputs["weight"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = linear_logprob(hidden, weight, target)
+    rounded = linear_logprob(hidden.bfloat16(), weight.bfloat16(), target)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, rounded)
+    assert torch.autograd.grad(ours.sum(), weight)[0].dtype == torch.float32
+
+
+def test_products_are_float32_whatever_the_global_precision():
+    inputs, target = tensors(rows=(64,), hidden_size=256, dtype=torch.float32)
+    highest = run(linear_logprob_entropy, inputs, target, grads := upstream(target))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        medium = run(linear_logprob_entropy, inputs, target, grads)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    for name, value in highest.items():
+        assert torch.equal(value, medium[name]), name
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_row_has_the_same_bits_in_any_company(dtype, softcap):
+    """Alone, at another position, among other numbers of rows, beside ignored rows, with and without gradients."""
+    inputs, target = tensors(rows=(700,), hidden_size=40, vocabulary=1003, dtype=torch.float32, ignored=0)
+    hidden, weight = (inputs[name].detach().to(dtype) for name in ("hidden", "weight"))
+    temperature = torch.rand(700) + 0.5
+    options = {"softcap": softcap, "workspace_bytes": 2_000_000}
+    whole = linear_logprob_entropy(hidden, weight, target, temperature=temperature, **options)
+
+    def same(rows, part_target=None, **more):
+        part = linear_logprob_entropy(
+            hidden[rows],
+            weight,
+            target[rows] if part_target is None else part_target,
+            temperature=temperature[rows],
+            **options,
+        )
+        keep = torch.ones(len(part.lse), dtype=torch.bool) if part_target is None else part_target >= 0
+        return all(torch.equal(p[keep], w[rows][keep]) for p, w in zip(part, whole, strict=True))
+
+    assert same(slice(3, 4))
+    assert same(slice(0, 17))
+    assert same(slice(333, 699))
+    assert same(torch.randperm(700))
+    assert same(slice(100, 300), torch.where(torch.arange(200) % 3 == 0, -100, target[100:300]))
+    alone = linear_logprob(hidden, weight, target, temperature=temperature, **options)
+    assert torch.equal(alone, whole.logprob)
+    with_grad = linear_logprob(
+        hidden.requires_grad_(), weight.requires_grad_(), target, temperature=temperature, **options
+    )
+    assert torch.equal(with_grad, whole.logprob)
+
+
+def test_gradients_have_the_same_bits_on_every_run():
+    inputs, target = tensors(rows=(120,), dtype=torch.float32)
+    grads = upstream(target)
+    first, second = (run(linear_logprob_entropy, inputs, target, grads) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_target_outside_the_vocabulary_is_named_with_its_position():
+    inputs, target = tensors()
+    for value in (301, -1, -99):
+        bad = target.clone()
+        bad[1, 4] = value
+        with pytest.raises(ValueError, match=rf"{value} at position \[1, 4\]"):
+            linear_logprob(inputs["hidden"], inputs["weight"], bad)
+
+
+def test_sharded_weights_are_refused_with_the_way_out():
+    inputs, target = tensors()
+    with pytest.raises(ValueError, match="gather"):
+        linear_logprob(inputs["hidden"], inputs["weight"][:0], target)
+    with pytest.raises(ValueError, match="GatheredParameters"):
+        linear_logprob(inputs["hidden"], torch.empty(0), target)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature"),
+        ({"temperature": torch.ones(19)}, ValueError, "temperature"),
+        ({"temperature": torch.ones(2, 19, requires_grad=True)}, ValueError, "detach"),
+        ({"temperature": torch.zeros(2, 19)}, ValueError, "positive, got 0.0 at position"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"bias": torch.ones(300)}, ValueError, "bias"),
+        ({"workspace_bytes": 0}, ValueError, "workspace_bytes"),
+        ({"backend": "cuda"}, ValueError, "backend"),
+        ({"lora": (torch.ones(2, 24), torch.ones(301, 3), 1.0)}, ValueError, "lora B"),
+        ({"hidden": torch.ones(2, 19, 23)}, ValueError, "hidden"),
+        ({"target": torch.ones(2, 19, dtype=torch.int32)}, TypeError, "target"),
+        ({"target": torch.ones(2, 18, dtype=torch.int64)}, ValueError, "target"),
+        ({"weight": torch.ones(301, 24, dtype=torch.int64)}, TypeError, "weight"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, error, match):
+    inputs, target = tensors()
+    arguments = {"hidden": inputs["hidden"], "weight": inputs["weight"], "target": target} | change
+    with pytest.raises(error, match=match):
+        linear_logprob(**arguments)
