@@ -4,8 +4,8 @@ With z the `[N, V]` logits after scale, soft cap and temperature, the forward ke
 m = max z, S = sum e^(z - m), sum e^(z - m) (z - m) and z_target, updated tile by tile. The backward forms each tile
 again:
 
-    dL/dz_v = e^(z_v - m) (a + b (z_v - m)) + g 1[v = target]
-    a = (g_lse - g_logprob + g_entropy (log S - entropy)) / S,   b = -g_entropy / S,   g = g_logprob
+    dL/dz_v = e^(z_v - m) (a + b (z_v - m)) + g_logprob 1[v = target]
+    a = (g_lse - g_logprob + g_entropy (log S - entropy)) / S,   b = -g_entropy / S
 
 then dL/dx_v = dL/dz_v (1 - tanh^2) logit_scale / temperature, which the products turn into the gradients.
 
@@ -29,13 +29,11 @@ MAX_COLUMNS = 4096
 """Columns of a vocabulary tile: fastest for the bare products on a CPU."""
 PASS_BYTES = 4 * 2**20
 """Elementwise work goes over this much of a tile at a time: little enough for the cache, enough for two threads."""
-LOG2_E = math.log2(math.e)
-"""e^d is formed as 2^(d log2 e): torch's exp on a CPU is 3 times slower, and 20 times where it underflows. The rounding
-of the exponent adds |d| 2^-24, which weighs least where e^d counts."""
+DEEPEST = {torch.float32: -87.0, torch.float64: -708.0}
+"""z - m is clamped here: e^(z - m) stays a normal number, 1e-38 where the sum is 1 or more. Results that underflow make
+a CPU's exp 20 times slower, and -inf times 0 cannot arise."""
 LOWEST = -1e30
 """Start of the running maximum. Finite, so that a tile of -inf gives e^(-inf - m) = 0 and no NaN."""
-DEEPEST = -1e4
-"""z - m is clamped here where it is multiplied by e^(z - m), which is 0 long before, so that -inf * 0 cannot arise."""
 
 
 class Lora(NamedTuple):
@@ -269,18 +267,18 @@ def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool)
 
 def _fold(part: Tensor, spare: Tensor, target: Tensor, start: int, stop: int, stats: RowStats) -> None:
     """Takes the columns [start, stop) of a few rows into their statistics; destroys `part`."""
-    column = (target - start).clamp_(0, stop - start - 1)
     owned = (target >= start) & (target < stop)
-    stats.picked.copy_(torch.where(owned, part.gather(1, column[:, None])[:, 0], stats.picked))
+    column = (target - start).clamp_(0, stop - start - 1)[:, None]
+    stats.picked.copy_(torch.where(owned, part.gather(1, column)[:, 0], stats.picked))
     shift = torch.maximum(stats.shift, part.amax(1))
     fade = torch.exp(stats.shift - shift)
-    part.sub_(shift[:, None])
+    part.sub_(shift[:, None]).clamp_(min=DEEPEST[part.dtype])
     if stats.weighted is None:
-        exps = part.mul_(LOG2_E).exp2_()
+        exps = part.exp_()
     else:
-        exps = torch.mul(part, LOG2_E, out=spare).exp2_()
+        exps = torch.exp(part, out=spare)
         moved = (stats.weighted + (stats.shift - shift) * stats.total) * fade
-        stats.weighted.copy_(moved + part.clamp_(min=DEEPEST).mul_(exps).sum(1))
+        stats.weighted.copy_(moved + part.mul_(exps).sum(1))
     stats.total.mul_(fade).add_(exps.sum(1))
     stats.shift.copy_(shift)
 
@@ -316,31 +314,37 @@ def row_stats(
 
 
 class Slopes(NamedTuple):
-    """Per row: what turns a logit into its gradient. `[n]`, each already times logit_scale / temperature."""
+    """What turns a row's logits into their gradients, `[n]` each; all but `shift` times logit_scale / temperature."""
 
     shift: Tensor
+    """m"""
     a: Tensor
     b: Tensor | None
-    g: Tensor
+    at_target: Tensor
+    """dL/dz_target, by itself: 1 - p is formed without the cancellation that p near 1 would bring"""
 
 
 def row_slopes(
     head: Head,
     temperature: Tensor | float,
+    logprob: Tensor,
     shift: Tensor,
     total: Tensor,
-    entropy: Tensor,
+    entropy: Tensor | None,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
     grad_lse: Tensor | None,
 ) -> Slopes:
     factor = head.logit_scale / temperature
-    a = -grad_logprob if grad_lse is None else grad_lse - grad_logprob
-    b = None
-    if grad_entropy is not None:
-        a = a + grad_entropy * (total.log() - entropy)
+    a, b = torch.zeros_like(grad_logprob) if grad_lse is None else grad_lse, None
+    at_target = -torch.expm1(logprob) * grad_logprob
+    if grad_entropy is not None and entropy is not None:
+        log_total = total.log()
+        a = a + grad_entropy * (log_total - entropy)
         b = -grad_entropy / total * factor
-    return Slopes(shift, a / total * factor, b, grad_logprob * factor)
+        at_target = at_target - torch.exp(logprob) * grad_entropy * (logprob + log_total)
+    at_target = at_target + torch.exp(logprob) * a
+    return Slopes(shift, (a - grad_logprob) / total * factor, b, at_target * factor)
 
 
 class Wanted(NamedTuple):
@@ -387,17 +391,18 @@ def torch_dlogits(tiles: Tiles) -> FormDlogits:
     def form(block: RowBlock, slopes: Slopes, weight: Tensor, start: int, stop: int) -> Tensor:
         valid = stop - start
         tile = tiles.logits(block, weight, start, stop)
-        column = (block.target - start).clamp_(0, valid - 1)
-        target_grad = torch.where((block.target >= start) & (block.target < stop), slopes.g, 0.0)
+        owned = (block.target >= start) & (block.target < stop)
+        column = (block.target - start).clamp_(0, valid - 1)[:, None]
         for part, spare, slope, rows in tiles.passes(tile):
             tiles.finish_logits(part, slope, block, rows, valid)
-            part.sub_(slopes.shift[rows, None])
+            part.sub_(slopes.shift[rows, None]).clamp_(min=DEEPEST[part.dtype])
             if slopes.b is None:
-                part.mul_(LOG2_E).exp2_().mul_(slopes.a[rows, None])
+                part.exp_().mul_(slopes.a[rows, None])
             else:
-                exps = torch.mul(part, LOG2_E, out=spare).exp2_()
-                part.clamp_(min=DEEPEST).mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
-            part.scatter_add_(1, column[rows, None], target_grad[rows, None])
+                exps = torch.exp(part, out=spare)
+                part.mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
+            at_target = torch.where(owned[rows], slopes.at_target[rows], part.gather(1, column[rows])[:, 0])
+            part.scatter_(1, column[rows], at_target[:, None])
             if tiles.head.softcap is not None:
                 part.mul_(slope)
         return tile[:, :valid].to(tiles.head.operand)

@@ -130,6 +130,7 @@ def _backward(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
     grad_lse: Tensor | None,
+    logprob: Tensor,
     entropy: Tensor,
     shift: Tensor,
     total: Tensor,
@@ -150,6 +151,7 @@ def _backward(
     slopes = row_slopes(
         head,
         call.temperature if call.temperatures is None else take(call.temperatures),
+        take(logprob),
         take(shift),
         take(total),
         take(entropy) if grad_entropy is not None else None,
@@ -163,7 +165,7 @@ def _backward(
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    call, wanted = _Call(*arguments[6:-1]), arguments[-1]
+    call, wanted = _Call(*arguments[7:-1]), arguments[-1]
     return [
         torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         for tensor, want in zip(call.differentiable, wanted, strict=True)
@@ -183,34 +185,34 @@ _linear_logprob_backward = torch.library.custom_op(
     "amir_kernels::linear_logprob_backward",
     _backward,
     mutates_args=(),
-    schema="(Tensor? grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor entropy, Tensor shift, Tensor total, "
-    f"{_CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
+    schema="(Tensor? grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor logprob, Tensor entropy, "
+    f"Tensor shift, Tensor total, {_CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 _linear_logprob_backward.register_fake(_fake_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keeps the inputs and four numbers per row (entropy, m, S and the target)."""
+    """Keeps the inputs and three or four numbers per row."""
     call = _Call(*inputs[:-1])
-    _, entropy, _, shift, total = output
+    logprob, entropy, _, shift, total = output
     tensors = {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
     ctx.set_materialize_grads(False)
     ctx.saved_names = tuple(tensors)
     ctx.scalars = {name: value for name, value in call._asdict().items() if name not in tensors}
-    ctx.save_for_backward(entropy, shift, total, *tensors.values())
+    ctx.save_for_backward(logprob, entropy, shift, total, *tensors.values())
 
 
 def _differentiate(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    entropy, shift, total, *tensors = ctx.saved_tensors
+    *stats, tensors = *ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     call = _Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
     needed = dict(zip(_Call._fields, ctx.needs_input_grad, strict=False))
     names = ("hidden", "weight", "bias", "lora_a", "lora_b")
     wanted = [needed[name] for name in names]
     if grad_logprob is None:
-        grad_logprob = torch.zeros_like(shift)
-    grads = iter(_linear_logprob_backward(grad_logprob, grad_entropy, grad_lse, entropy, shift, total, *call, wanted))
+        grad_logprob = torch.zeros_like(stats[0])
+    grads = iter(_linear_logprob_backward(grad_logprob, grad_entropy, grad_lse, *stats, *call, wanted))
     given = {name: next(grads) for name, want in zip(names, wanted, strict=True) if want}
     return *(given.get(name) for name in _Call._fields), None
 
