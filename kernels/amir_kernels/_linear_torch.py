@@ -194,19 +194,35 @@ def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | 
     return RowBlock(index, block, low_rank, _padded(target.reshape(-1)[index], rows, -1), temperature)
 
 
-class Tiles:
-    """The scratch of a call and the logits tiles formed in it. A tile is `[R, C rounded up to 16s]`, -inf past V."""
+class Ranges(NamedTuple):
+    """The row blocks and vocabulary tiles of a call."""
 
-    def __init__(self, head: Head, blocks: Blocks, rows: int) -> None:
+    rows: list[tuple[int, int]]
+    columns: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, head: Head, blocks: Blocks, rows: int) -> "Ranges":
+        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]))
+
+    @property
+    def tallest(self) -> int:
+        return max((_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.rows), default=0)
+
+    @property
+    def widest(self) -> int:
+        return max(_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.columns)
+
+
+class Tiles:
+    """Scratch, and the logits tiles formed in it. A tile is `[R, C rounded up to 16s]`, -inf past V."""
+
+    def __init__(self, head: Head, ranges: Ranges) -> None:
         self.head = head
-        self.columns = blocks.columns_of(head.weight.shape[0])
-        self.row_ranges = blocks.rows_of(rows)
-        most = max((_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.row_ranges), default=0)
-        width = max(_round_up(stop - start, ROW_MULTIPLE) for start, stop in self.columns)
-        size = PASS_BYTES // (width * head.accumulate.itemsize)
-        self.pass_rows = min(max(size // ROW_MULTIPLE, 1) * ROW_MULTIPLE, most)
-        self._tile = torch.empty(most * width, dtype=head.accumulate, device=head.weight.device)
-        self._spare = torch.empty(2, self.pass_rows * width, dtype=head.accumulate, device=head.weight.device)
+        fitting = PASS_BYTES // (ranges.widest * head.accumulate.itemsize)
+        self.pass_rows = min(max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE, ranges.tallest)
+        options = {"dtype": head.accumulate, "device": head.weight.device}
+        self._tile = torch.empty(ranges.tallest * ranges.widest, **options)
+        self._spare = torch.empty(2, self.pass_rows * ranges.widest, **options)
 
     def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int) -> Tensor:
         """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias."""
@@ -293,12 +309,13 @@ def row_stats(
     with_entropy: bool,
 ) -> RowStats:
     """Statistics `[n]` of the rows at `index`."""
-    tiles = Tiles(head, blocks_of(head, workspace), index.shape[0])
+    ranges = Ranges.of(head, blocks_of(head, workspace), index.shape[0])
+    tiles = Tiles(head, ranges)
     result = empty_stats(index.shape[0], hidden, head.accumulate, with_entropy)
-    for first, last in tiles.row_ranges:
+    for first, last in ranges.rows:
         block = row_block(head, hidden, target, temperature, index[first:last])
         stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy)
-        for start, stop in tiles.columns:
+        for start, stop in ranges.columns:
             tile = tiles.logits(block, head.operands(head.weight[start:stop]), start, stop)
             for part, spare, slope, rows in tiles.passes(tile):
                 tiles.finish_logits(part, slope, block, rows, stop - start)
@@ -385,8 +402,9 @@ class _ColumnGrad:
 FormDlogits = Callable[[RowBlock, Slopes, Tensor, int, int], Tensor]
 
 
-def torch_dlogits(tiles: Tiles) -> FormDlogits:
+def torch_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
     """dL/dx of a tile, where x = hidden @ weight.T + bias, from the recomputed logits."""
+    tiles = Tiles(head, ranges)
 
     def form(block: RowBlock, slopes: Slopes, weight: Tensor, start: int, stop: int) -> Tensor:
         valid = stop - start
@@ -403,9 +421,9 @@ def torch_dlogits(tiles: Tiles) -> FormDlogits:
                 part.mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
             at_target = torch.where(owned[rows], slopes.at_target[rows], part.gather(1, column[rows])[:, 0])
             part.scatter_(1, column[rows], at_target[:, None])
-            if tiles.head.softcap is not None:
+            if head.softcap is not None:
                 part.mul_(slope)
-        return tile[:, :valid].to(tiles.head.operand)
+        return tile[:, :valid].to(head.operand)
 
     return form
 
@@ -424,17 +442,17 @@ class _Sweep:
         unit: Tensor | None,
         wanted: Wanted,
         workspace: int,
-        make_form: Callable[[Tiles], FormDlogits],
+        make_form: Callable[[Head, Ranges], FormDlogits],
     ) -> None:
         self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
         self.index, self.slopes, self.unit, self.wanted = index, slopes, unit, wanted
-        self.tiles = Tiles(head, blocks_of(head, workspace), index.shape[0])
-        self.form = make_form(self.tiles)
+        self.ranges = Ranges.of(head, blocks_of(head, workspace), index.shape[0])
+        self.form = make_form(head, self.ranges)
         self.grad_hidden = (
             torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted.hidden else None
         )
         self.grad_a = head.lora.a.new_zeros(head.lora.a.shape, dtype=head.accumulate) if wanted.lora_a else None
-        widest = self.tiles.columns[0][1]
+        widest = self.ranges.widest
         self.grad_weight = _ColumnGrad(head.weight, head, widest) if wanted.weight else None
         self.grad_bias = _ColumnGrad(head.bias, head, widest) if wanted.bias else None
         self.grad_b = _ColumnGrad(head.lora.b, head, widest) if wanted.lora_b else None
@@ -442,7 +460,7 @@ class _Sweep:
     def run(self) -> None:
         """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
         column_grads = [grad for grad in (self.grad_weight, self.grad_bias, self.grad_b) if grad is not None]
-        together = all(grad.exact for grad in column_grads) or len(self.tiles.row_ranges) == 1
+        together = all(grad.exact for grad in column_grads) or len(self.ranges.rows) == 1
         if self.wanted.hidden or self.wanted.lora_a or together:
             self._rows_outside(with_columns=together)
         if not together:
@@ -461,13 +479,13 @@ class _Sweep:
         return self.head.operands(self.head.weight[start:stop])
 
     def _rows_outside(self, with_columns: bool) -> None:
-        for first, last in self.tiles.row_ranges:
+        for first, last in self.ranges.rows:
             block, slopes = self._block(first, last)
             total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
             low_rank = None
             if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
                 low_rank = torch.zeros_like(block.low_rank, dtype=self.head.accumulate)
-            for start, stop in self.tiles.columns:
+            for start, stop in self.ranges.columns:
                 weight = self._operands(start, stop)
                 dlogits = self.form(block, slopes, weight, start, stop)
                 if self.wanted.hidden:
@@ -479,9 +497,9 @@ class _Sweep:
             self._store_rows(block, total, low_rank)
 
     def _columns_outside(self) -> None:
-        for start, stop in self.tiles.columns:
+        for start, stop in self.ranges.columns:
             weight = self._operands(start, stop)
-            for first, last in self.tiles.row_ranges:
+            for first, last in self.ranges.rows:
                 block, slopes = self._block(first, last)
                 dlogits = self.form(block, slopes, weight, start, stop)
                 self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
@@ -528,7 +546,7 @@ def head_grads(
     slopes: Slopes,
     wanted: Wanted,
     workspace: int,
-    make_form: Callable[[Tiles], FormDlogits] = torch_dlogits,
+    make_form: Callable[[Head, Ranges], FormDlogits] = torch_dlogits,
     half_tiles: bool = False,
 ) -> HeadGrads:
     """Gradients from the rows at `index`; all other rows give zeros. Each in its input's dtype.

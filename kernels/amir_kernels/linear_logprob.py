@@ -16,7 +16,17 @@ from torch import Tensor
 
 from ._checks import check_float, check_int64, check_positive, check_shape
 from ._launch import use_triton
-from ._linear_torch import Head, Lora, Wanted, default_workspace, exact_products, head_grads, row_slopes, row_stats
+from ._linear_torch import (
+    Head,
+    Lora,
+    Wanted,
+    default_workspace,
+    exact_products,
+    head_grads,
+    row_slopes,
+    row_stats,
+    torch_dlogits,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,8 +111,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
     head, target = call.head, call.target
     index = _live_rows(call)
+    statistics = row_stats
+    if call.triton:
+        from ._linear_triton import triton_row_stats as statistics
     with exact_products(target.device):
-        stats = row_stats(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
+        stats = statistics(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
     log_total = stats.total.log()
     logprob = stats.picked - stats.shift - log_total
     entropy = None if stats.weighted is None else log_total - stats.weighted / stats.total
@@ -321,7 +334,7 @@ def _call_op(
         ignore_index,
         _product_dtype(hidden, weight),
         default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
-        use_triton(backend, hidden),
+        use_triton(backend, weight if weight.dtype == torch.float64 else hidden),
         with_entropy,
     )
     return LogprobEntropy(*results[:3])

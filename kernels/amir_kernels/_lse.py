@@ -1,0 +1,101 @@
+"""Triton helpers of the head: logits of a tile, and the running log-sum-exp over tiles."""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)
+"""Start of the running maximum: finite, so that a tile of -inf gives e^(-inf - m) = 0."""
+DEEPEST = tl.constexpr(-1e4)
+"""z - m where it is multiplied by e^(z - m), which is 0 long before: -inf * 0 cannot arise."""
+
+
+@triton.jit
+def tanh(x):
+    """(1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; near 0, where that cancels, the Taylor series to x^11."""
+    e = tl.exp(-2 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    far = tl.where(x < 0, -far, far)
+    y = x * x
+    series = 62.0 / 2835 - y * (1382.0 / 155925)
+    series = 1.0 - y * (1.0 / 3 - y * (2.0 / 15 - y * (17.0 / 315 - y * series)))
+    return tl.where(tl.abs(x) < 0.3, x * series, far)
+
+
+@triton.jit
+def add_product(
+    acc,
+    left,
+    right,
+    rows,
+    columns,
+    row_mask,
+    column_mask,
+    depth,
+    COMPUTE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T, both row-major with `depth` columns, summed in float32."""
+    k = tl.arange(0, BLOCK_K)
+    left_at = left + rows[:, None] * depth + k[None, :]
+    right_at = right + columns[:, None] * depth + k[None, :]
+    for start in range(0, depth, BLOCK_K):
+        k_mask = k < depth - start
+        a = tl.load(left_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
+        b = tl.load(right_at, mask=column_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        left_at += BLOCK_K
+        right_at += BLOCK_K
+    return acc
+
+
+@triton.jit
+def logits_tile(
+    hidden,
+    weight,
+    bias,
+    low_rank,
+    lora_b,
+    temperature,
+    rows,
+    columns,
+    row_mask,
+    H,
+    V,
+    rank,
+    softcap,
+    logit_scale,
+    COMPUTE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """z [BLOCK_M, BLOCK_V] in float32, -inf past V, and the tanh of the cap (0 without one)."""
+    column_mask = columns < V
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+    acc = add_product(acc, hidden, weight, rows, columns, row_mask, column_mask, H, COMPUTE, BLOCK_K)
+    if HAS_LORA:
+        acc = add_product(acc, low_rank, lora_b, rows, columns, row_mask, column_mask, rank, COMPUTE, BLOCK_K)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    acc *= logit_scale
+    t = acc * 0
+    if CAPPED:
+        t = tanh(acc / softcap)
+        acc = t * softcap
+    acc = acc / temperature[:, None]
+    return tl.where(column_mask[None, :], acc, float("-inf")), t
+
+
+@triton.jit
+def online_update(z, m, total, weighted, WITH_ENTROPY: tl.constexpr):
+    """The running (max m, sum e^(z - m), sum e^(z - m) (z - m)) after the columns of z."""
+    highest = tl.maximum(m, tl.max(z, axis=1))
+    fade = tl.exp(m - highest)
+    d = z - highest[:, None]
+    e = tl.exp(d)
+    if WITH_ENTROPY:
+        weighted = (weighted + (m - highest) * total) * fade + tl.sum(e * tl.maximum(d, DEEPEST), axis=1)
+    return highest, total * fade + tl.sum(e, axis=1), weighted
