@@ -390,11 +390,17 @@ def _resolve(objective: str | Objective) -> Objective:
     if not isinstance(objective, str):
         raise TypeError(f"objective must be a name or an Objective, got {type(objective).__name__}")
     if objective not in OBJECTIVES:
-        near = difflib.get_close_matches(objective, OBJECTIVES, n=1, cutoff=0.0)[0]
+        near = max(OBJECTIVES, key=lambda known: _likeness(objective.lower(), known))
         raise ValueError(
             f"objective {objective!r} is unknown; the nearest is {near!r}, all are {', '.join(OBJECTIVES)}"
         )
     return OBJECTIVES[objective]
+
+
+def _likeness(name: str, known: str) -> tuple[float, float]:
+    """By order of letters, then by letters alone, which tells a swap ("gpro") from a replacement."""
+    in_order = difflib.SequenceMatcher(None, name, known).ratio()
+    return in_order, difflib.SequenceMatcher(None, sorted(name), sorted(known)).ratio()
 
 
 def _refuse_missing(
