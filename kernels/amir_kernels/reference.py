@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .linear_logprob import LogprobEntropy
-from .policy_loss import OBJECTIVES, AmirLoss, Objective, PolicyLoss
+from .objective import OBJECTIVES, Objective
+from .policy_loss import AmirLoss, PolicyLoss
 from .preference_loss import PairLogits, PreferenceLoss
 
 # ---- log-probabilities from hidden states --------------------------------------------------------------------------
@@ -123,8 +124,8 @@ def linear_policy_loss(
     ref_logprobs: Tensor | None = None,
     objective: str | Objective = "grpo",
     importance_weight: Tensor | None = None,
-    num_tokens: int | float | Tensor | None = None,
-    num_sequences: int | float | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
     preference_weights: Tensor | None = None,
     normalize: str = "mean",
     bias: Tensor | None = None,
@@ -137,7 +138,7 @@ def linear_policy_loss(
     workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
-    """`policy_loss` of `linear_logprob_entropy`, plus sum_i preference_weights_i * score_i over the sequences' log-probs."""
+    """`policy_loss` of `linear_logprob_entropy`, plus sum_i preference_weights_i * sequence_logprob_i."""
     counted = target if mask is None else torch.where(mask.bool(), target, ignore_index)
     logprob, entropy, _ = linear_logprob_entropy(
         hidden,
