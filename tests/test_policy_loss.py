@@ -1,4 +1,4 @@
-"""Policy losses and the AMIR-GRPO loss: known numbers, gradients by formula, masks, layouts, refusals."""
+"""Policy losses: known numbers, gradients by formula, masks, layouts, refusals."""
 
 import math
 from dataclasses import fields
@@ -6,26 +6,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-from amir_kernels import OBJECTIVES, Objective, amir_loss, policy_loss, preference_weights, reference
+from amir_kernels import OBJECTIVES, Objective, amir_loss, policy_loss, reference
+from token_batches import CLIPS, DR_GRPO, batch, compare, fixture, named, pack
 
 NAN = math.nan
-CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
-DR_GRPO = OBJECTIVES["dr_grpo"].replace(max_completion_length=6)
 CISPO_RAW = OBJECTIVES["cispo"].replace(clip_bounds="raw", clip_low=0.0, clip_high=5.0)
-
-
-def named(name):
-    return DR_GRPO if name == "dr_grpo" else OBJECTIVES[name]
-
-
-def fixture(dtype=torch.float64):
-    """3 sequences of 4, 3 and 4 tokens; ratios on both sides of both clips; NaN where the mask is off."""
-    logprobs = [[-0.20, -1.10, -0.05, -2.30], [-0.70, -0.40, -1.50, NAN], [-0.30, -0.90, -0.60, -0.10]]
-    old = [[-0.25, -1.50, -0.05, -2.00], [-0.65, -0.90, -1.40, NAN], [-0.35, -0.60, -0.65, -0.10]]
-    ref = [[-0.30, -1.20, -0.10, -2.20], [-0.60, -0.50, -1.45, NAN], [-0.30, -0.80, -0.70, -0.15]]
-    tensors = [torch.tensor(rows, dtype=dtype) for rows in (logprobs, old, ref, [1.2, -0.7, -0.5])]
-    tensors[0].requires_grad_()
-    return (*tensors, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]))
 
 
 GOLDEN = {
@@ -147,33 +132,6 @@ def test_the_fixture_meets_every_clip():
     assert dual[1, 1]
 
 
-@pytest.mark.parametrize("function", [amir_loss, reference.amir_loss])
-def test_amir_golden(function):
-    expected = torch.tensor(
-        [
-            [-0.10497591, 0.00015120, -0.10000344, -0.07459840],
-            [0.07373838, 0.12887812, 0.07036967, 0.0],
-            [0.04380300, -0.00035054, 0.04412021, 0.04182927],
-        ]
-    )
-    for dtype in (torch.float32, torch.float64):
-        logprobs, old, ref, advantages, mask = fixture(dtype)
-        rewards = torch.tensor([2.0, 0.0, 0.5], dtype=dtype)
-        objective = OBJECTIVES["grpo"].replace(kl_coef=0.04, **CLIPS)
-        got = function(logprobs, old, advantages, rewards, 3, mask, ref_logprobs=ref, objective=objective)
-        assert abs(got.loss.item() - 0.035028232) < 1e-6
-        assert abs(got.preference.item() - 0.689543419) < 1e-6
-        assert abs(got.policy.item() - 0.028132798) < 1e-6
-        (gradient,) = torch.autograd.grad(got.loss, logprobs)
-        assert (gradient - expected).abs().max() < 2e-8
-
-
-def test_amir_weights_golden():
-    scores = torch.tensor([0.0375, -0.05 / 3, 0.0125], dtype=torch.float64)
-    weights = preference_weights(scores, torch.tensor([2.0, 0.0, 0.5]), 3)
-    assert (weights + torch.tensor([0.066402780, -0.066388891, -0.000013889])).abs().max() < 1e-8
-
-
 # ---- against the reference -----------------------------------------------------------------------------------------
 
 VARIANTS = {
@@ -195,59 +153,6 @@ def objectives():
         if "kl_bias_correction" in parts and objective.ratio_level == "none":
             continue
         yield pytest.param(objective.replace(**parts), id=f"{name}, {label}")
-
-
-def batch(dtype=torch.float64, rows=6, length=7):
-    """Ratios around 1 on both sides of the clips, a mask with holes, an empty row; poison where the mask is off."""
-    mask = torch.rand(rows, length) > 0.25
-    mask[2] = False
-    mask[:, 0] |= torch.arange(rows) != 2
-    logprobs = -torch.rand(rows, length, dtype=dtype) * 2
-    old, ref = (logprobs + 0.35 * torch.randn(rows, length, dtype=dtype) for _ in range(2))
-    entropy = torch.rand(rows, length, dtype=dtype)
-    poison = torch.tensor([NAN, math.inf, -math.inf])[torch.randint(3, (rows, length))].to(dtype)
-    logprobs, old, ref, entropy = (torch.where(mask, x, poison) for x in (logprobs, old, ref, entropy))
-    advantages, weights = torch.randn(rows, dtype=dtype), torch.rand(rows, dtype=dtype) + 0.5
-    advantages[1] = 0.0
-    return {
-        "logprobs": logprobs.requires_grad_(),
-        "old_logprobs": old,
-        "advantages": advantages,
-        "mask": mask,
-        "ref_logprobs": ref,
-        "entropy": entropy.requires_grad_(),
-        "importance_weight": weights,
-    }
-
-
-def pack(inputs, lengths):
-    """The same tokens packed: row i keeps its first lengths[i] places."""
-    inside = torch.arange(inputs["mask"].shape[1]) < lengths[:, None]
-    per_token = {"logprobs", "old_logprobs", "mask", "ref_logprobs", "entropy"}
-    packed = {
-        name: value.detach()[inside].requires_grad_(value.requires_grad) if name in per_token else value
-        for name, value in inputs.items()
-    }
-    return packed | {"cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0))}, inside
-
-
-def compare(got, expected, inputs, tolerance):
-    """Loss, both gradients (each token against its row's largest) and metrics agree."""
-    assert abs(got.loss - expected.loss) <= tolerance * (1 + abs(expected.loss))
-    leaves = [inputs["logprobs"], inputs["entropy"]]
-    for ours, theirs in zip(
-        torch.autograd.grad(got.loss, leaves, allow_unused=True),
-        torch.autograd.grad(expected.loss, leaves, allow_unused=True),
-        strict=True,
-    ):
-        zero = torch.zeros_like(inputs["logprobs"])
-        ours, theirs = (zero if g is None else g for g in (ours, theirs))
-        assert ((ours - theirs).abs() <= tolerance * theirs.abs().amax()).all()
-        assert (ours[~inputs["mask"]] == 0).all()
-    assert got.metrics.keys() == expected.metrics.keys()
-    for name, value in expected.metrics.items():
-        assert abs(got.metrics[name] - value) <= 10 * tolerance * (1 + abs(value)), name
-        assert not got.metrics[name].requires_grad
 
 
 @pytest.mark.parametrize("objective", list(objectives()))
@@ -286,62 +191,6 @@ def test_a_constant_per_token_is_the_row_value(name):
     if name != "gmpo":
         inputs["advantages"] = inputs["advantages"][:, None].expand(6, 7)
     compare(policy_loss(**inputs, objective=named(name)), whole, inputs, 1e-12)
-
-
-@pytest.mark.parametrize("normalize", ["mean", "sum"])
-@pytest.mark.parametrize("ref_free", [False, True])
-def test_amir_equals_reference(normalize, ref_free):
-    inputs, rewards = batch(), torch.tensor([1.0, 0, 9, 0.5, 1, 0])
-    keywords = {
-        "group": torch.tensor([3, 1, 3, 3, 1, 3]),
-        "rewards": rewards,
-        "objective": "gspo_token",
-        "normalize": normalize,
-        "ref_free": ref_free,
-        "beta_dpo": 0.7,
-        "lambda_reg": 0.3,
-        "reward_margin": 0.25,
-        "num_pairs": 11,
-    }
-    for chosen in (inputs, pack(inputs, torch.tensor([7, 3, 4, 0, 7, 5]))[0]):
-        for extra in ({}, {"pair_mining": "topk"}, {"max_pairs_per_group": 2}):
-            ours, theirs = (f(**chosen, **keywords, **extra) for f in (amir_loss, reference.amir_loss))
-            compare(ours, theirs, chosen, 1e-12)
-            assert abs(ours.loss - ours.policy - 0.3 * ours.preference) < 1e-15
-            assert abs(ours.preference - theirs.preference) < 1e-12
-
-
-def test_amir_metrics_by_hand():
-    logprobs, old, ref, advantages, mask = fixture()
-    rewards = torch.tensor([2.0, 0.0, 0.5])
-    metrics = amir_loss(logprobs, old, advantages, rewards, 3, mask, ref_logprobs=ref).metrics
-    mean = [-3.65 / 4, -2.6 / 3, -1.9 / 4]
-    score = [0.15 / 4, -0.05 / 3, 0.05 / 4]
-    expected = {
-        "pairs": 3,
-        "pairs_correct": 3,
-        "pair_logit_sum": 0.2 * 2 * (score[0] - score[1]),
-        "chosen_logprob_sum": 2 * mean[0] + mean[2],
-        "rejected_logprob_sum": 2 * mean[1] + mean[2],
-    }
-    for name, value in expected.items():
-        assert abs(metrics[name] - value) < 1e-12, name
-    # an empty row forms no pair, though its score of 0 would beat both others
-    metrics = amir_loss(
-        logprobs, old, advantages, rewards, 3, mask * torch.tensor([[0], [1], [1]]), ref_logprobs=ref
-    ).metrics
-    assert metrics["pairs"] == 1
-
-
-def test_amir_keeps_the_lambda_outside():
-    logprobs, old, ref, advantages, mask = fixture()
-    rewards = torch.tensor([2.0, 0.0, 0.5])
-    plain = policy_loss(logprobs, old, advantages, mask).loss
-    for strength in (0.0, 0.01, 5.0):
-        got = amir_loss(logprobs, old, advantages, rewards, 3, mask, ref_logprobs=ref, lambda_reg=strength)
-        assert got.policy == plain
-        assert abs(got.preference.item() - 0.689543419) < 1e-6
-        assert got.loss == got.policy + strength * got.preference
 
 
 def test_on_policy_without_old():
@@ -504,19 +353,6 @@ def test_compiles_as_one_graph(name):
     compare(got, loss(logprobs), inputs | {"logprobs": logprobs}, 1e-6)
 
 
-def test_amir_compiles_as_one_graph():
-    inputs, _ = pack(batch(torch.float32), torch.tensor([7, 3, 4, 0, 7, 5]))
-    logprobs, rewards = inputs.pop("logprobs"), torch.arange(6.0)
-    for group in (3, torch.tensor([1, 0, 1, 0, 0, 1])):
-
-        def loss(lp, group=group):
-            return amir_loss(lp, rewards=rewards, group=group, **inputs)
-
-        torch._dynamo.reset()
-        got = torch.compile(loss, backend="aot_eager", fullgraph=True)(logprobs)
-        compare(got, loss(logprobs), inputs | {"logprobs": logprobs}, 1e-6)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_never_reads_a_value_back(name):
     # on the meta device there are no values: any host sync would raise
@@ -605,23 +441,3 @@ def test_objective_is_frozen_and_replaceable():
 def test_refusals(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         policy_loss(**batch() | {"objective": "dapo"} | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ref_logprobs": None}, "needs ref_logprobs"),
-        ({"rewards": None}, "rewards and group are needed"),
-        ({"group": None}, "rewards and group are needed"),
-        ({"group": 4}, "divide the 6 rows"),
-        ({"rewards": torch.ones(5)}, "rewards must have shape"),
-        ({"lambda_reg": NAN}, "lambda_reg"),
-        ({"beta_dpo": -1.0}, "beta_dpo"),
-        ({"normalize": "tokens"}, "normalize must be one of"),
-        ({"preference_weights": torch.ones(5)}, "preference_weights must have shape"),
-    ],
-)
-def test_amir_refusals(change, message):
-    arguments = batch() | {"rewards": torch.ones(6), "group": 3} | change
-    with pytest.raises((ValueError, TypeError), match=message):
-        amir_loss(**arguments)
