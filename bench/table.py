@@ -61,7 +61,7 @@ def _table(run: list[Row]) -> str:
     lines = [
         f"**{head['bench']}**",
         "",
-        "| case | contender | seconds, median (min to max, n) | peak memory, MB | ratio |",
+        "| case | contender | seconds, median (min to max, n) | peak memory, MB | time |",
         "| --- | --- | --- | --- | --- |",
         *map(_line, run),
         "",
