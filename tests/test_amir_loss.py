@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, amir_loss, policy_loss, preference_weights, reference
-from token_batches import CLIPS, batch, compare, fixture, pack
+from token_batches import CLIPS, batch, compare, fixture, named, pack
 
 NAN = math.nan
 
