@@ -72,7 +72,7 @@ def test_the_pair_term_rides_on_every_objective(name):
     loss = amir_loss(**inputs, rewards=rewards, group=group, objective=named(name), lambda_reg=0.3)
     (whole,) = torch.autograd.grad(loss.loss, lp, retain_graph=True)
     (policy,) = torch.autograd.grad(policy_loss(**inputs, objective=named(name)).loss, lp)
-    assert (whole - policy - 0.3 * mask * g[:, None] / tokens).abs().max() < 1e-15
+    assert (whole - policy - 0.3 * g[:, None] * mask / tokens).abs().max() < 1e-15
     # the parts come apart: each has its own graph
     (pairs,) = torch.autograd.grad(loss.preference, lp)
     assert (whole - policy - 0.3 * pairs).abs().max() < 1e-15
