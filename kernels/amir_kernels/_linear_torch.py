@@ -171,7 +171,7 @@ class RowBlock(NamedTuple):
     hidden: Tensor
     """[R, H], operands"""
     low_rank: Tensor | None
-    """scaling * hidden @ a.T `[R, r]`, operands"""
+    """scaling * hidden @ a.T `[R, r]`, float32: these products are too small to be worth rounding for"""
     target: Tensor
     temperature: Tensor | float
 
@@ -187,8 +187,8 @@ def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | 
     low_rank = None
     if head.lora:
         low_rank = torch.empty(rows, head.lora.a.shape[0], dtype=head.accumulate, device=hidden.device)
-        _product(block, head.operands(head.lora.a).T, low_rank)
-        low_rank = low_rank.mul_(head.lora.scaling).to(head.operand)
+        _product(block.to(head.accumulate), head.lora.a.to(head.accumulate).T, low_rank)
+        low_rank.mul_(head.lora.scaling)
     if isinstance(temperature, Tensor):
         temperature = _padded(temperature.reshape(-1)[index].to(head.accumulate), rows, 1.0)
     return RowBlock(index, block, low_rank, _padded(target.reshape(-1)[index], rows, -1), temperature)
@@ -231,7 +231,7 @@ class Tiles:
         products = tile[:, : stop - start]
         _product(block.hidden, weight.T, products)
         if head.lora:
-            _add_product(products, block.low_rank, head.operands(head.lora.b[start:stop]).T)
+            _add_product(products, block.low_rank, head.lora.b[start:stop].to(head.accumulate).T)
         if head.bias is not None:
             products.add_(head.bias[start:stop].to(head.accumulate))
         return tile
@@ -511,7 +511,7 @@ class _Sweep:
         if self.grad_bias is not None:
             self.grad_bias.add(dlogits, block.hidden.new_ones(block.padded, 1), *place)
         if self.grad_b is not None:
-            self.grad_b.add(dlogits, block.low_rank, *place)
+            self.grad_b.add(dlogits, block.low_rank.to(self.head.operand), *place)
 
     def _store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor | None) -> None:
         if low_rank is not None:

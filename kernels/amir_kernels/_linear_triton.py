@@ -1,8 +1,9 @@
 """The head in Triton: forward statistics by row tile and vocabulary split, and the tiles of dlogits for the backward.
 
-Each program of the forward sweeps one split of the vocabulary for one tile of rows and stores its (m, S, sum e d, z_target);
-a second kernel merges the splits in order. Splits depend on V alone and nothing is added atomically, so a row gets the
-same bits in any batch. The backward kernel writes dL/dx of a tile in the products' dtype; the products are the vendor's.
+Each program of the forward sweeps one split of the vocabulary for one tile of rows and stores its part of the
+statistics; a second kernel merges the splits in order. Splits depend on V alone and nothing is added atomically, so
+a row gets the same bits in any batch. The backward kernel writes dL/dx of a tile in the products' dtype; the products
+that follow are the vendor's.
 
 Legend: N rows of a block, H hidden size, V vocabulary, S splits, r LoRA rank.
 """
@@ -38,12 +39,19 @@ class Config(NamedTuple):
     stages: int
 
 
+# Chosen by compiling: the largest tile that spills no registers with any option. "plain" has neither cap nor LoRA.
 CONFIGS = {
-    # 128 x 256 float32 sums fill half the registers of 8 warps; 48 KiB a stage leaves room for three.
-    torch.bfloat16: Config(128, 256, 64, 8, 3),
-    torch.float16: Config(128, 256, 64, 8, 3),
-    # Without matrix instructions: a smaller tile, bound by arithmetic all the same.
-    torch.float32: Config(64, 64, 32, 4, 2),
+    # Two warpgroups of wgmma; the sums take half the registers, a depth of 32 leaves enough for the rest (64 does not).
+    ("sm_90", "plain"): Config(256, 128, 32, 8, 4),
+    ("sm_90", "rich"): Config(128, 128, 64, 8, 4),
+    # Sums in tensor memory, but the statistics need them in registers.
+    ("sm_100", "plain"): Config(128, 128, 64, 8, 3),
+    ("sm_100", "rich"): Config(128, 128, 64, 8, 3),
+    # 48 KiB of shared memory fits every GPU from sm_80 on.
+    ("other", "plain"): Config(128, 128, 32, 8, 4),
+    ("other", "rich"): Config(128, 128, 32, 8, 4),
+    # Float32 products run on the ordinary units, which a smaller tile keeps busy.
+    ("other", "float32"): Config(64, 64, 16, 4, 3),
 }
 SPLIT_COLUMNS = 8192
 """Vocabulary columns of a split: enough splits to fill a GPU with few rows, few enough that the partials stay small."""
@@ -62,6 +70,7 @@ def _stats_kernel(
     target,
     temperature,
     partial,
+    picked,
     N,
     H,
     V,
@@ -78,20 +87,19 @@ def _stats_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """partial [S, 4, N]: m, sum e^(z - m), sum e^(z - m) (z - m) and z_target (0 where another split owns it)."""
+    """partial [S, 3, N]: m, sum e^(z - m), sum e^(z - m) (z - m). picked [N]: z_target, by the program that owns it."""
     row_tiles = tl.cdiv(N, BLOCK_M)
     split = tl.program_id(0) // row_tiles  # neighbours share a split, so its weight rows stay in the L2 cache
     rows = ((tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_mask = rows < N
-    y = tl.load(target + rows, mask=row_mask, other=-1)
+    y = tl.load(target + rows, mask=row_mask, other=-1).to(tl.int32)
     heat = tl.load(temperature + rows, mask=row_mask, other=1.0)
     m = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    picked = tl.zeros((BLOCK_M,), dtype=tl.float32)
     first = split * split_tiles
     for tile in range(first, tl.minimum(first + split_tiles, tl.cdiv(V, BLOCK_V))):
-        columns = (tile * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+        columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         z, _ = logits_tile(
             hidden,
             weight,
@@ -115,26 +123,25 @@ def _stats_kernel(
             BLOCK_V,
             BLOCK_K,
         )
-        picked += tl.sum(tl.where(columns[None, :] == y[:, None], z, 0.0), axis=1)
+        at_target = tl.sum(tl.where(columns[None, :] == y[:, None], z, 0.0), axis=1)
+        tl.store(picked + rows, at_target, mask=(y >= tile * BLOCK_V) & (y < tile * BLOCK_V + BLOCK_V))
         m, total, weighted = online_update(z, m, total, weighted, WITH_ENTROPY)
-    out = partial + split.to(tl.int64) * 4 * N + rows
+    out = partial + split.to(tl.int64) * 3 * N + rows
     tl.store(out, m, mask=row_mask)
     tl.store(out + N, total, mask=row_mask)
     tl.store(out + 2 * N, weighted, mask=row_mask)
-    tl.store(out + 3 * N, picked, mask=row_mask)
 
 
 @triton.jit
 def _merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
-    """merged [4, N] from partial [S, 4, N], split after split."""
+    """merged [3, N] from partial [S, 3, N], split after split."""
     rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mask = rows < N
     m = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
-    picked = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):
-        at = partial + split * 4 * N + rows
+        at = partial + split * 3 * N + rows
         other = tl.load(at, mask=mask, other=LOWEST)
         other_total = tl.load(at + N, mask=mask, other=0.0)
         other_weighted = tl.load(at + 2 * N, mask=mask, other=0.0)
@@ -142,12 +149,10 @@ def _merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
         weighted = (weighted + (m - highest) * total) * tl.exp(m - highest)
         weighted += (other_weighted + (other - highest) * other_total) * tl.exp(other - highest)
         total = total * tl.exp(m - highest) + other_total * tl.exp(other - highest)
-        picked += tl.load(at + 3 * N, mask=mask, other=0.0)
         m = highest
     tl.store(merged + rows, m, mask=mask)
     tl.store(merged + N + rows, total, mask=mask)
     tl.store(merged + 2 * N + rows, weighted, mask=mask)
-    tl.store(merged + 3 * N + rows, picked, mask=mask)
 
 
 @triton.jit
@@ -185,11 +190,11 @@ def _dlogits_kernel(
     row_tiles = tl.cdiv(N, BLOCK_M)
     rows = ((tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     local = (tl.program_id(0) // row_tiles) * BLOCK_V + tl.arange(0, BLOCK_V)
-    columns = (start + local).to(tl.int64)
+    columns = start + local
     row_mask = rows < N
-    y = tl.load(target + rows, mask=row_mask, other=-1)
+    y = tl.load(target + rows, mask=row_mask, other=-1).to(tl.int32)
     heat = tl.load(temperature + rows, mask=row_mask, other=1.0)
-    z, t = logits_tile(
+    z, cap_slope = logits_tile(
         hidden,
         weight,
         bias,
@@ -220,12 +225,26 @@ def _dlogits_kernel(
     own = tl.load(at_target + rows, mask=row_mask, other=0.0)
     dz = tl.where(columns[None, :] == y[:, None], own[:, None], tl.exp(d) * slope)
     if CAPPED:
-        dz = dz * (1 - t * t)
+        dz = dz * cap_slope
     out = dlogits + rows[:, None] * width + local[None, :]
     tl.store(out, dz.to(dlogits.dtype.element_ty), mask=row_mask[:, None] & (local < width)[None, :])
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
+
+
+def architecture_of(device: torch.device) -> str:
+    """ "sm_90" and the like on NVIDIA; "other" elsewhere, and in the interpreter."""
+    if device.type != "cuda" or torch.version.hip:
+        return "other"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def config_of(head: Head, architecture: str) -> Config:
+    """The row of the table, by the head alone and never by the batch or the results asked for: all share their bits."""
+    kind = "float32" if head.compute == torch.float32 else "rich" if head.lora or head.softcap else "plain"
+    return CONFIGS.get((architecture, kind), CONFIGS["other", kind])
 
 
 def splits_of(vocabulary: int, config: Config) -> tuple[int, int]:
@@ -236,12 +255,12 @@ def splits_of(vocabulary: int, config: Config) -> tuple[int, int]:
 
 
 def _head_arguments(head: Head, block: RowBlock, weight: Tensor) -> tuple[Tensor, ...]:
-    """hidden, weight, bias, low_rank, lora_b, target, temperature; hidden stands in for those that are absent."""
+    """hidden, weight, bias, low_rank, lora_b, target, temperature; others stand in for those that are absent."""
     heat = block.temperature
     if not isinstance(heat, Tensor):
         heat = torch.full((block.padded,), heat, dtype=torch.float32, device=block.hidden.device)
     bias = block.hidden if head.bias is None else head.bias.contiguous()
-    low_rank, lora_b = (block.hidden, block.hidden) if head.lora is None else (block.low_rank, head.lora.b.contiguous())
+    low_rank, lora_b = (heat, heat) if head.lora is None else (block.low_rank, head.lora.b.contiguous())
     return block.hidden, weight, bias, low_rank, lora_b, block.target, heat
 
 
@@ -270,18 +289,19 @@ def triton_row_stats(
     with_entropy: bool,
 ) -> RowStats:
     """`row_stats` of the torch backend, by the kernels."""
-    config, (vocabulary, hidden_size) = CONFIGS[head.compute], head.weight.shape
+    config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
     splits, each = splits_of(vocabulary, config)
     weight = head.weight.contiguous()
     result = empty_stats(index.shape[0], hidden, torch.float32, with_entropy)
     for first, last in Ranges.of(head, blocks_of(head, workspace), index.shape[0]).rows:
         block = row_block(head, hidden, target, temperature, index[first:last])
         rows = block.padded
-        partial = torch.empty(splits, 4, rows, dtype=torch.float32, device=hidden.device)
-        merged = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
+        partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=hidden.device)
+        merged = torch.zeros(4, rows, dtype=torch.float32, device=hidden.device)
         _stats_kernel[(triton.cdiv(rows, config.rows) * splits,)](
             *_head_arguments(head, block, weight),
             partial,
+            merged[3],
             rows,
             hidden_size,
             vocabulary,
@@ -300,7 +320,7 @@ def triton_row_stats(
 
 def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
     """`torch_dlogits` by the kernel: the tile comes in the products' own dtype, 16 bits where they are."""
-    config, (vocabulary, hidden_size) = CONFIGS[head.compute], head.weight.shape
+    config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
     weight = head.weight.contiguous()
     room = torch.empty(ranges.tallest * ranges.widest, dtype=head.compute, device=weight.device)
 

@@ -34,10 +34,10 @@ def add_product(
     COMPUTE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T, both row-major with `depth` columns, summed in float32."""
+    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T, row-major with `depth` columns, summed in float32."""
     k = tl.arange(0, BLOCK_K)
     left_at = left + rows[:, None] * depth + k[None, :]
-    right_at = right + columns[:, None] * depth + k[None, :]
+    right_at = right + columns.to(tl.int64)[:, None] * depth + k[None, :]
     for start in range(0, depth, BLOCK_K):
         k_mask = k < depth - start
         a = tl.load(left_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
@@ -45,6 +45,35 @@ def add_product(
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         left_at += BLOCK_K
         right_at += BLOCK_K
+    return acc
+
+
+@triton.jit
+def add_low_rank_product(
+    acc,
+    low_rank,
+    lora_b,
+    rows,
+    columns,
+    row_mask,
+    column_mask,
+    rank,
+    COMPUTE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + low_rank[rows] @ lora_b[columns].T; float32 factors are split in two halves where products take 16 bits."""
+    k = tl.arange(0, BLOCK_K)
+    for start in tl.range(0, rank, BLOCK_K, num_stages=1):
+        k_mask = k < rank - start
+        a_at = low_rank + rows[:, None] * rank + (start + k)[None, :]
+        b_at = lora_b + columns.to(tl.int64)[:, None] * rank + (start + k)[None, :]
+        a = tl.load(a_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        b = tl.trans(tl.load(b_at, mask=column_mask[:, None] & k_mask[None, :], other=0.0).to(tl.float32))
+        a_high, b_high = a.to(COMPUTE), b.to(COMPUTE)
+        acc = tl.dot(a_high, b_high, acc, input_precision="ieee")
+        if COMPUTE.primitive_bitwidth < 32:
+            acc = tl.dot((a - a_high.to(tl.float32)).to(COMPUTE), b_high, acc)
+            acc = tl.dot(a_high, (b - b_high.to(tl.float32)).to(COMPUTE), acc)
     return acc
 
 
@@ -72,21 +101,30 @@ def logits_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """z [BLOCK_M, BLOCK_V] in float32, -inf past V, and the tanh of the cap (0 without one)."""
+    """z [BLOCK_M, BLOCK_V] in float32, -inf past V, and the derivative of the cap (1 without one).
+
+    With 16-bit products the derivative comes from z itself, which saves a second tile of registers.
+    """
     column_mask = columns < V
     acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     acc = add_product(acc, hidden, weight, rows, columns, row_mask, column_mask, H, COMPUTE, BLOCK_K)
     if HAS_LORA:
-        acc = add_product(acc, low_rank, lora_b, rows, columns, row_mask, column_mask, rank, COMPUTE, BLOCK_K)
+        acc = add_low_rank_product(acc, low_rank, lora_b, rows, columns, row_mask, column_mask, rank, COMPUTE, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     acc *= logit_scale
-    t = acc * 0
     if CAPPED:
-        t = tanh(acc / softcap)
-        acc = t * softcap
+        acc = tanh(acc / softcap)
+        if COMPUTE.primitive_bitwidth == 32:
+            slope = 1 - acc * acc
+        acc *= softcap
     acc = acc / temperature[:, None]
-    return tl.where(column_mask[None, :], acc, float("-inf")), t
+    if CAPPED and COMPUTE.primitive_bitwidth < 32:
+        t = acc * (temperature / softcap)[:, None]
+        slope = 1 - t * t
+    if not CAPPED:
+        slope = 1.0
+    return tl.where(column_mask[None, :], acc, float("-inf")), slope
 
 
 @triton.jit

@@ -172,8 +172,24 @@ def _backward(
         take(grad_entropy),
         take(grad_lse),
     )
+    half_tiles, make_form = call.compute == torch.float16 and call.hidden.is_cuda, torch_dlogits
+    if call.triton:
+        from ._linear_triton import triton_dlogits
+
+        half_tiles, make_form = call.compute == torch.float16, triton_dlogits
     with exact_products(call.target.device):
-        grads = head_grads(head, call.hidden, call.target, call.row_temperature, index, slopes, wanted, call.workspace)
+        grads = head_grads(
+            head,
+            call.hidden,
+            call.target,
+            call.row_temperature,
+            index,
+            slopes,
+            wanted,
+            call.workspace,
+            make_form,
+            half_tiles,
+        )
     return [grad for grad in grads if grad is not None]
 
 
