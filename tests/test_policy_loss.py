@@ -1,7 +1,9 @@
 """Policy losses: known numbers, gradients by formula, masks, layouts, refusals."""
 
 import math
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -441,3 +443,28 @@ def test_objective_is_frozen_and_replaceable():
 def test_refusals(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         policy_loss(**batch() | {"objective": "dapo"} | change)
+
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
+def test_the_table_of_objectives_is_the_objectives():
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \|[^|]+\| ([^|]+) \| ([^|]+) \|[^|]+\|$", README.read_text(), re.MULTILINE
+    )
+    assert [name for name, *_ in rows] != []
+    assert {name for name, *_ in rows} == set(OBJECTIVES)
+    for name, ratio, aggregation, clips in rows:
+        objective = OBJECTIVES[name]
+        level = "sequence_token" if ratio.startswith("sequence,") else ratio
+        assert objective.ratio_level == level, name
+        bounds = [float(bound) for bound in clips.split(", ")] if clips != "none" else [None, None]
+        assert [objective.clip_low, objective.clip_high] == bounds, name
+        starts = {
+            "token_mean": "token mean",
+            "sequence_mean_token_mean": "mean over rows",
+            "sequence_mean_token_sum": "mean over rows of token sums",
+            "sequence_mean_token_sum_norm": "sum / (B · max_completion_length)",
+        }
+        assert aggregation.startswith(starts[objective.aggregation]), name
