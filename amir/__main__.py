@@ -11,7 +11,7 @@ from .config import ConfigError, RunConfig, config_yaml, load_config, recipe_nam
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-WRONG_USAGE = 2
+FAILED, WRONG_USAGE = 1, 2
 
 
 @app.command()
@@ -48,10 +48,10 @@ def doctor() -> None:
 
 def _train(run: str, config: RunConfig, resume: bool) -> None:
     from .display import Terminal, draw_curves
-    from .rundir import RunDirectory, choose_output_dir
+    from .rundir import RunDirectory, check_run_directory, choose_output_dir
 
     path = choose_output_dir(Path(run).stem, config, resume=resume)
-    directory = RunDirectory(path, config, resume=resume)
+    check_run_directory(path, config, resume=resume)
     typer.echo(f"run directory: {path}")
     typer.echo("loading torch, the model and the task ...")
 
@@ -69,13 +69,13 @@ def _train(run: str, config: RunConfig, resume: bool) -> None:
         torch.set_num_threads(config.threads)
     task = TASKS[config.task.name](config.task)
     policy = load_policy(config)
-    with Terminal(config.max_steps, 0, path / "tensorboard") as terminal:
+    directory = RunDirectory(path, config, resume=resume)
+    with directory, Terminal(config.max_steps, path / "tensorboard") as terminal:
         trainer = Trainer(config, policy, task, directory, terminal)
         if resume:
             trainer.resume()
         trainer.train()
-    picture = draw_curves(path)
-    directory.close()
+        picture = draw_curves(path)
     typer.echo(f"curves: {picture}\nadapter (PEFT): {path / 'adapter'}")
     typer.echo(f"next: tensorboard --logdir {path / 'tensorboard'}")
 
@@ -87,6 +87,9 @@ def main() -> None:
     except ConfigError as error:
         typer.echo(f"amir: {error}", err=True)
         sys.exit(WRONG_USAGE)
+    except KeyboardInterrupt:
+        typer.echo("amir: interrupted; the same command with --resume goes on from the latest checkpoint", err=True)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

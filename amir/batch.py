@@ -111,6 +111,8 @@ def micro_batches(batch: Batch, token_budget: int, *, keep_groups: bool) -> Iter
     lengths = _lengths(batch.tokens)
     live = torch.nonzero(batch.live.cpu()).flatten()
     order = live[torch.argsort(lengths[live].sum(1), descending=True, stable=True)]
+    if len(order) == 0:
+        return
     if not keep_groups:
         yield from (MicroBatch(rows, True) for rows in _pack(list(order.split(1)), lengths, token_budget))
         return

@@ -6,24 +6,37 @@ import shutil
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .config import ConfigError
 
 FORMAT = 1
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: PeftModel, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]
+    folder: Path,
+    step: int,
+    data_position: int,
+    model: PeftModel,
+    optimizer: torch.optim.Optimizer,
+    named: dict[str, Tensor],
 ) -> Path:
     """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it."""
     target = folder / f"step-{step}"
     staging = folder / f".step-{step}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    model.save_pretrained(staging)
+    model.save_pretrained(str(staging))
     save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
-    state = {"format": FORMAT, "step": step, "torch": torch.__version__, "parameters": list(named)}
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "data_position": data_position,
+        "torch": torch.__version__,
+        "parameters": list(named),
+    }
     (staging / "state.json").write_text(json.dumps(state))
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)
@@ -43,7 +56,7 @@ def load_checkpoint(path: Path, model: PeftModel, optimizer: torch.optim.Optimiz
     """Restores adapter, optimizer and random state in place; returns the step that was finished."""
     state = json.loads((path / "state.json").read_text())
     if state["format"] != FORMAT or state["parameters"] != list(named):
-        raise ValueError(f"checkpoint {path}: made by another version or for another model or adapter")
+        raise ConfigError(f"checkpoint {path}: made by another version or for another model or adapter")
     set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in named.items():
@@ -62,14 +75,9 @@ def save_adapter(folder: Path, model: PeftModel) -> None:
     """Writes the adapter alone, in PEFT's format, under a temporary name, then renames it."""
     staging = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    model.save_pretrained(staging)
+    model.save_pretrained(str(staging))
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)
-
-
-def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's tensors by PEFT's names."""
-    return get_peft_model_state_dict(model)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:

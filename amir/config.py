@@ -49,11 +49,10 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class LoraSettings(Settings):
-    """LoRA adapter, PEFT's meaning of each name."""
+    """LoRA adapter, PEFT's meaning of each name; no dropout, which would score another policy than was sampled."""
 
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
-    dropout: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.0
     target_modules: str | list[str] = "all-linear"
 
 
@@ -229,9 +228,9 @@ def _explain(error: Any) -> str:
 
 
 def _known_keys() -> list[str]:
-    nested = {"lora": LoraSettings, "task": ArithmeticTask}
-    keys = [f"{parent}.{key}" for parent, model in nested.items() for key in model.model_fields]
-    return [*RunConfig.model_fields, *keys, *(f"task.{key}" for key in Gsm8kTask.model_fields)]
+    lora = [f"lora.{key}" for key in LoraSettings.model_fields]
+    task = [f"task.{key}" for key in ArithmeticTask.model_fields | Gsm8kTask.model_fields]
+    return [*RunConfig.model_fields, *lora, *task]
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -20,13 +20,14 @@ from torch.utils.tensorboard import SummaryWriter
 class Terminal:
     """A progress bar under a line a step; the lines alone where there is no terminal."""
 
-    def __init__(self, total_steps: int, finished_steps: int, tensorboard: Path) -> None:
+    def __init__(self, total_steps: int, tensorboard: Path) -> None:
         self.console = Console()
+        self._tensorboard = tensorboard
         columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn()]
         columns += [TextColumn("{task.description}"), TimeRemainingColumn(compact=True)]
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._task: TaskID = self._progress.add_task("sampling", total=total_steps, completed=finished_steps)
-        self._writer = SummaryWriter(str(tensorboard), purge_step=finished_steps + 1)
+        self._task: TaskID = self._progress.add_task("sampling", total=total_steps)
+        self._writer: SummaryWriter | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -34,7 +35,13 @@ class Terminal:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        self._writer.close()
+        if self._writer:
+            self._writer.close()
+
+    def begin(self, finished_steps: int) -> None:
+        """Starts the bar and TensorBoard's file after the steps that are done."""
+        self._progress.update(self._task, completed=finished_steps)
+        self._writer = SummaryWriter(str(self._tensorboard), purge_step=finished_steps + 1)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Shows one step and adds it to TensorBoard."""
@@ -45,7 +52,7 @@ class Terminal:
         self._progress.update(self._task, completed=metrics["step"], description=summary)
         self.console.print(f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s", highlight=False)
         for name, value in metrics.items():
-            if value is not None:
+            if self._writer and value is not None:
                 self._writer.add_scalar(name, value, metrics["step"])
 
     def say(self, text: str) -> None:

@@ -88,22 +88,25 @@ def load_policy(config: RunConfig) -> Policy:
         torch, config.dtype
     )
     source = model_source(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+        base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=config.attn_implementation)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model = {config.model!r}: {error}") from None
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=config.attn_implementation)
-    return wrap_policy(base.to(device), tokenizer, config)
+    return wrap_policy(torch.nn.Module.to(base, device), tokenizer, config)
 
 
 def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     """Makes a policy of a loaded model: LoRA on it, sampling defaults of its hub page dropped."""
+    _refuse_too_long(base.config, config)
     eos_ids = _eos_ids(base, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     base.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=pad_id)
     lora = LoraConfig(
         r=config.lora.r,
         lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.lora.dropout,
         target_modules=config.lora.target_modules,
         task_type="CAUSAL_LM",
     )
@@ -112,9 +115,6 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     support = supports(model)
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     return Policy(model.eval(), tokenizer, support, pad_id, eos_ids, config.temperature)
 
 
@@ -133,6 +133,15 @@ def _device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda': torch sees no GPU here; expected 'cpu' or 'auto'")
     return device
+
+
+def _refuse_too_long(model_config: Any, config: RunConfig) -> None:
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    longest = config.max_prompt_length + config.max_completion_length
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"max_prompt_length + max_completion_length = {longest}: expected at most the model's {positions} positions"
+        )
 
 
 def _eos_ids(base: Any, tokenizer: Any) -> list[int]:

@@ -14,8 +14,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import yaml
 from filelock import FileLock, Timeout
 
 from .config import ConfigError, RunConfig, config_yaml
@@ -26,18 +27,13 @@ class RunDirectory:
 
     def __init__(self, path: Path, config: RunConfig, *, resume: bool) -> None:
         self.path = path
-        if not resume and (path / "config.yaml").exists():
-            raise ConfigError(f"output_dir = {str(path)!r}: holds a run; add --resume to continue it, or name another")
-        if resume and not (path / "config.yaml").exists():
-            raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
+        check_run_directory(path, config, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path / ".lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(f"output_dir = {str(path)!r}: another process is running in it") from None
-        if resume:
-            _refuse_other_config(path, config)
         (path / "completions").mkdir(exist_ok=True)
         write_atomically(path / "config.yaml", config_yaml(config))
 
@@ -54,6 +50,7 @@ class RunDirectory:
             late = [row for row in rows if row["step"] > step]
             if late:
                 _write_lines(archive / name, late)
+            if (self.path / name).exists():
                 _write_lines(self.path / name, [row for row in rows if row["step"] <= step])
         for file in sorted((self.path / "completions").glob("*-*.jsonl")):
             if int(file.stem.rsplit("-", 1)[1]) > step:
@@ -75,6 +72,14 @@ class RunDirectory:
         """Appends a dated line to log.txt."""
         with (self.path / "log.txt").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
+        self.close()
 
     def close(self) -> None:
         """Gives the folder free."""
@@ -117,9 +122,14 @@ MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", 
 """Settings that a resumed run may change; every other one would make it another run."""
 
 
-def _refuse_other_config(path: Path, config: RunConfig) -> None:
-    import yaml
-
+def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
+    """Refuses a folder that holds another run, or none where one is to be resumed; writes nothing."""
+    if not resume:
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"output_dir = {str(path)!r}: holds a run; add --resume to continue it, or name another")
+        return
+    if not (path / "config.yaml").exists():
+        raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
     saved = yaml.safe_load((path / "config.yaml").read_text())
     now = yaml.safe_load(config_yaml(config))
     for key in sorted((saved.keys() | now.keys()) - MAY_CHANGE):

@@ -29,6 +29,9 @@ NO_PAIR_STEPS = 20
 class Display(Protocol):
     """Where progress is shown."""
 
+    def begin(self, finished_steps: int) -> None:
+        """Says how many steps earlier processes have finished."""
+
     def step(self, metrics: dict[str, Any]) -> None:
         """Shows one step's metrics."""
 
@@ -77,6 +80,7 @@ class Trainer:
     def train(self) -> None:
         """Runs to `max_steps`; evaluates before, every `eval_steps` and after; saves every `save_steps` and last."""
         c = self.config
+        self.display.begin(self.finished_steps)
         with self.grader:
             if self.finished_steps == 0:
                 self._evaluate(0)
@@ -101,7 +105,7 @@ class Trainer:
                 if step == c.max_steps or (c.eval_steps and step % c.eval_steps == 0):
                     self._evaluate(step)
                 if step == c.max_steps or step % c.save_steps == 0:
-                    save_checkpoint(self.directory.checkpoints, step, self.policy.model, self.optimizer, self.named)
+                    self._save(step)
         save_adapter(self.directory.path / "adapter", self.policy.model)
 
     def say(self, text: str) -> None:
@@ -123,6 +127,10 @@ class Trainer:
             success = float((every == 1).float().mean())
             self.directory.record("evaluations", {"step": step, "samples": len(every), "success": success})
             self.say(f"held-out success after step {step}: {success:.3f} ({len(every)} samples)")
+
+    def _save(self, step: int) -> None:
+        position = step * self.config.prompts_per_step
+        save_checkpoint(self.directory.checkpoints, step, position, self.policy.model, self.optimizer, self.named)
 
     def _encode(self, examples: list[Example], name: str) -> list[Prompt]:
         """Prompts as token ids; those longer than `max_prompt_length` are left out and counted."""

@@ -61,6 +61,11 @@ def _split(examples: list[Example]) -> Task:
 def _from_hub() -> Task:
     from datasets import load_dataset
 
-    splits = load_dataset(HUB_NAME, "main")
+    try:
+        splits = load_dataset(HUB_NAME, "main")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"task.path unset: {HUB_NAME} could not be read from the hub ({error}); name a file"
+        ) from None
     train, test = ([Example(r["question"], _final_answer(r["answer"])) for r in splits[s]] for s in ("train", "test"))
     return Task(train, test)

@@ -1,0 +1,98 @@
+"""Groups to micro-batches: each live row once, budgets kept, groups whole where they fit; divisors and dead rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amir.batch import Batch, Tokens, make_batch, micro_batches
+from tiny import run_config
+
+
+def tokens_of(prompt_lengths: list[int], completion_lengths: list[int]) -> Tokens:
+    p, c = max(prompt_lengths), max(completion_lengths)
+    prompt_mask = torch.arange(p) >= p - torch.tensor(prompt_lengths)[:, None]
+    completion_mask = torch.arange(c) < torch.tensor(completion_lengths)[:, None]
+    ids = torch.arange(len(prompt_lengths))[:, None]
+    return Tokens(ids.expand(-1, p), prompt_mask, ids.expand(-1, c), completion_mask)
+
+
+def batch_of(completion_lengths: list[int], rewards: list[float], truncated=None, **changes: object) -> Batch:
+    tokens = tokens_of([2 + i // 4 for i in range(len(rewards))], completion_lengths)
+    cut = torch.tensor(truncated or [False] * len(rewards))
+    return make_batch(tokens, torch.tensor(rewards), cut, run_config(**changes))
+
+
+rows_of_groups = st.integers(1, 4).flatmap(
+    lambda groups: st.tuples(
+        st.lists(st.integers(1, 30), min_size=4 * groups, max_size=4 * groups),
+        st.lists(st.sampled_from([0.0, 1.0]), min_size=4 * groups, max_size=4 * groups),
+    )
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows_of_groups, st.integers(1, 400), st.booleans())
+def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget: int, keep_groups: bool) -> None:
+    lengths, rewards = groups
+    batch = batch_of(lengths, rewards)
+    micros = list(micro_batches(batch, budget, keep_groups=keep_groups))
+    rows = torch.cat([m.rows for m in micros]) if micros else torch.zeros(0, dtype=torch.int64)
+    assert sorted(rows.tolist()) == torch.nonzero(batch.live).flatten().tolist()
+    for micro in micros:
+        part = batch.tokens.rows(micro.rows)
+        padded = part.prompt_ids.numel() + part.completion_ids.numel()
+        assert padded <= budget or len(micro.rows) == 1
+        assert part.prompt_mask.sum() == batch.tokens.prompt_mask[micro.rows].sum()
+        assert part.completion_mask.sum() == batch.tokens.completion_mask[micro.rows].sum()
+        if keep_groups and micro.whole:
+            for group in set(batch.group[micro.rows].tolist()):
+                held = micro.rows[batch.group[micro.rows] == group].tolist()
+                assert held == torch.nonzero(batch.live & (batch.group == group)).flatten().tolist()
+    if keep_groups and budget >= max(4 * 40, 1):
+        assert all(m.whole for m in micros)
+
+
+def test_longest_rows_go_first_so_that_memory_peaks_at_once() -> None:
+    batch = batch_of([3, 9, 1, 5] * 2, [1.0, 0.0, 1.0, 0.0] * 2)
+    widths = [batch.tokens.rows(m.rows).completion_ids.shape[1] for m in micro_batches(batch, 1, keep_groups=False)]
+    assert widths == [9, 9, 5, 5, 3, 3, 1, 1]
+
+
+def test_dead_rows_are_skipped_and_still_counted() -> None:
+    batch = batch_of([5] * 12, [1.0] * 4 + [0.0] * 4 + [1.0, 0.0, 0.0, 0.0])
+    assert batch.live.tolist() == [False] * 8 + [True] * 4
+    assert batch.num_tokens == 60
+    assert batch.num_sequences == 12
+    assert batch.num_pairs == 3
+
+
+@pytest.mark.parametrize("changes", [{"beta": 0.04}, {"entropy_coef": 0.01}], ids=str)
+def test_no_row_is_dead_where_kl_or_entropy_trains_it(changes: dict[str, object]) -> None:
+    assert batch_of([5] * 4, [1.0] * 4, **changes).live.all()
+
+
+def test_masked_truncated_rows_leave_loss_pairs_and_token_count_but_stay_a_sequence() -> None:
+    cut = [True, False, False, False]
+    batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], cut, mask_truncated_completions=True)
+    assert batch.live.tolist() == [False, True, True, True]
+    assert not batch.paired[0]
+    assert (batch.num_pairs, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
+
+
+def test_unscorable_rows_get_no_advantage_and_no_pair() -> None:
+    batch = batch_of([5] * 4, [float("nan"), 0.0, 1.0, 0.0])
+    assert batch.advantages[0] == 0
+    assert not batch.paired[0]
+    assert batch.num_pairs == 2
+
+
+@pytest.mark.parametrize(("margin", "pairs"), [(0.0, 4), (0.5, 4), (1.0, 0)])
+def test_a_gap_equal_to_the_margin_is_no_pair(margin: float, pairs: int) -> None:
+    assert batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], reward_margin=margin).num_pairs == pairs
+
+
+def test_without_a_pair_term_nothing_is_paired() -> None:
+    batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], lambda_reg=0)
+    assert batch.num_pairs == 0
+    assert not batch.paired.any()

@@ -1,0 +1,83 @@
+"""Settings: what is refused and in which words; recipes; the resolved config read back."""
+
+import pytest
+
+from amir.config import LOSS_TYPES, ConfigError, config_yaml, load_config, recipe_names
+from amir_kernels import OBJECTIVES
+
+REFUSALS = [
+    ("learning_rat=3", ["unknown key 'learning_rat'", "3", "nearest: 'learning_rate'"]),
+    ("lora.rank=3", ["unknown key 'lora.rank'", "nearest: 'lora.r'"]),
+    ("task.max_operands=3", ["unknown key 'task.max_operands'", "nearest: 'task.max_operand'"]),
+    ("learning_rate=abc", ["learning_rate", "'abc'", "expected a valid number"]),
+    ("model=3", ["model", "3", "expected a valid string"]),
+    ("max_steps=2.5", ["max_steps", "2.5", "integer"]),
+    ("ref_free=yes please", ["ref_free", "'yes please'", "expected a valid boolean"]),
+    ("learning_rate=.nan", ["learning_rate", "nan"]),
+    ("temperature=0", ["temperature", "0", "greater than 0"]),
+    ("num_generations=1", ["num_generations", "1", "greater than or equal to 2"]),
+    ("lambda_reg=-1", ["lambda_reg", "-1", "greater than or equal to 0"]),
+    ("top_p=0.9", ["top_p", "0.9", "expected top_p = 1.0"]),
+    ("top_k=20", ["top_k", "20", "top_k = 0"]),
+    ("loss_type=grop", ["loss_type", "'grop'", "expected one of grpo", "nearest: 'grpo'"]),
+    ("scale_rewards=std", ["scale_rewards", "'std'", "'group'"]),
+    ("warmup_steps=5000", ["warmup_steps", "5000", "max_steps"]),
+    ("task.name=algebra", ["task", "algebra", "'arithmetic', 'gsm8k'"]),
+    ("seed", ["'seed'", "key=value"]),
+    ("model.name=x", ["model holds a value"]),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSALS, ids=[r[0] for r in REFUSALS])
+def test_refusal_names_key_value_and_expectation(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", [override])
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_every_wrong_key_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", ["learning_rat=3", "max_step=1"])
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_clip_bounds_are_refused_where_nothing_is_clipped() -> None:
+    with pytest.raises(ConfigError, match="loss_type 'gpg' does not clip"):
+        load_config("quickstart", ["loss_type=gpg", "epsilon=0.2"])
+
+
+def test_unknown_run_names_the_nearest_recipe() -> None:
+    with pytest.raises(ConfigError, match="nearest: 'quickstart'"):
+        load_config("quickstrat")
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "just words"])
+def test_a_file_without_settings_is_refused(tmp_path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_config(str(tmp_path / "run.yaml"))
+
+
+def test_a_missing_required_key_is_named(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("model: x\n")
+    with pytest.raises(ConfigError, match="task: missing"):
+        load_config(str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_resolved_config_reads_back_the_same(tmp_path, name: str) -> None:
+    config = load_config(name, ["lambda_reg=0", "learning_rate=2e-4"])
+    assert config.learning_rate == 2e-4
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    assert load_config(str(tmp_path / "run.yaml")) == config
+
+
+def test_the_two_fixed_recipes_are_shipped() -> None:
+    assert {"quickstart", "gsm8k-smoke"} <= set(recipe_names())
+
+
+def test_loss_types_are_the_kernels_objectives_and_say_which_clip() -> None:
+    assert set(LOSS_TYPES) == set(OBJECTIVES)
+    for name, clips in LOSS_TYPES.items():
+        assert clips == (OBJECTIVES[name].clip_high is not None), name

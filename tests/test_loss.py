@@ -1,0 +1,204 @@
+"""The training pass: gradients equal those of full logits in one piece, however the step is cut into micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from amir.batch import Batch, make_batch, micro_batches
+from amir.config import RunConfig
+from amir.loss import backward, objective_of, with_reference
+from amir.model import Policy
+from amir.optim import apply_update, make_optimizer
+from amir.rollout import sample
+from amir_kernels import reference
+from tiny import policy, run_config
+
+PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+WHOLE, THREE_PARTS, ROW_BY_ROW = 10_000, 30, 1
+TOLERANCE = 1e-4
+
+OBJECTIVES = [
+    {},
+    {"loss_type": "dapo", "beta": 0.04},
+    {"loss_type": "dr_grpo", "ref_free": True},
+    {"loss_type": "gspo", "epsilon": 0.1, "normalize": "sum"},
+    {"loss_type": "cispo", "lambda_reg": 0.0, "entropy_coef": 0.02},
+    {"loss_type": "sapo", "reward_margin": 0.5, "temperature": 0.7},
+    {"pair_mining": "topk", "max_pairs_per_group": 2},
+]
+
+
+def sampled(made: Policy, config: RunConfig) -> Batch:
+    rollout = sample(made, PROMPTS, 4, 9, seed=3)
+    return with_reference(made, make_batch(rollout.tokens, REWARDS, rollout.truncated, config), config)
+
+
+def gradients(made: Policy) -> list[Tensor]:
+    return [p.grad.clone() for p in made.trainable().values()]
+
+
+def distance(left: list[Tensor], right: list[Tensor]) -> float:
+    """|| left - right || / || right || over all parameters."""
+    difference = sum(float((a - b).detach().square().sum()) for a, b in zip(left, right, strict=True))
+    return (difference / sum(float(b.detach().square().sum()) for b in right)) ** 0.5
+
+
+def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]], list[int], Policy]:
+    """Gradients of two inner steps on one batch, the micro-batches of the first, and the policy after both."""
+    config = run_config(micro_batch_tokens=budget, num_iterations=2, **changes)
+    made = policy(config)
+    optimizer = make_optimizer(config, made.trainable())
+    batch = sampled(made, config)
+    sizes = [len(m.rows) for m in micro_batches(batch, budget, keep_groups=config.lambda_reg > 0)]
+    steps = []
+    for _ in range(2):
+        batch, _ = backward(made, batch, objective_of(config), config)
+        steps.append(gradients(made))
+        apply_update(optimizer, config, 1)
+    return steps, sizes, made
+
+
+def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None) -> list[Tensor]:
+    """One graph over all rows, dead ones too: full logits, plain-torch loss, autograd."""
+
+    def logits(tokens):
+        ids = torch.cat([tokens.prompt_ids, tokens.completion_ids], 1)
+        mask = torch.cat([tokens.prompt_mask, tokens.completion_mask], 1).long()
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = made.base(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        return out[:, tokens.prompt_ids.shape[1] - 1 : -1] / config.temperature
+
+    for parameter in made.trainable().values():
+        parameter.grad = None
+    scores = logits(batch.tokens).log_softmax(-1)
+    logprobs = scores.gather(2, batch.tokens.completion_ids[..., None])[..., 0]
+    with made.reference():
+        ref = logits(batch.tokens).log_softmax(-1).gather(2, batch.tokens.completion_ids[..., None])[..., 0]
+    loss = reference.amir_loss(
+        logprobs,
+        logprobs.detach() if old is None else old,
+        batch.advantages,
+        batch.rewards,
+        batch.group,
+        batch.loss_mask,
+        ref_logprobs=ref,
+        objective=objective_of(config),
+        lambda_reg=config.lambda_reg,
+        beta_dpo=config.beta_dpo,
+        reward_margin=config.reward_margin,
+        pair_mining=config.pair_mining,
+        max_pairs_per_group=config.max_pairs_per_group,
+        ref_free=config.ref_free,
+        normalize=config.normalize,
+        entropy=-(scores.exp() * scores).sum(-1) if config.entropy_coef else None,
+    )
+    loss.loss.backward()
+    return gradients(made)
+
+
+@pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
+def test_gradient_is_that_of_full_logits_and_the_plain_loss(changes: dict[str, object]) -> None:
+    config = run_config(micro_batch_tokens=THREE_PARTS, num_iterations=2, **changes)
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    batch = sampled(made, config)
+    filled, sums = backward(made, batch, objective_of(config), config)
+    ours = gradients(made)
+    assert distance(ours, oracle(made, batch, config, None)) < TOLERANCE
+    assert float(sums["loss"]) != 0
+
+    generator = torch.Generator().manual_seed(5)
+    for parameter in made.trainable().values():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.zeros_like(parameter)
+    backward(made, filled, objective_of(config), config)
+    ours = gradients(made)
+    assert distance(ours, oracle(made, batch, config, filled.old_logprobs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("budget", [THREE_PARTS, ROW_BY_ROW])
+def test_micro_batch_size_changes_nothing_over_two_inner_steps(budget: int, changes: dict[str, object]) -> None:
+    whole, sizes, expected = two_inner_steps(WHOLE, **changes)
+    assert len(sizes) == 1
+    parts, sizes, made = two_inner_steps(budget, **changes)
+    assert len(sizes) >= 3
+    for left, right in zip(parts, whole, strict=True):
+        assert distance(left, right) < TOLERANCE
+    assert distance(list(made.trainable().values()), list(expected.trainable().values())) < 1e-3
+
+
+def test_a_group_is_really_split_over_at_least_three_micro_batches() -> None:
+    made = policy()
+    batch = sampled(made, run_config())
+    parts = [m.rows for m in micro_batches(batch, THREE_PARTS, keep_groups=True) if not m.whole]
+    held = [rows for rows in parts if (batch.group[rows] == 2).any()]
+    assert len(held) >= 3
+
+
+def test_wrong_divisors_would_be_seen() -> None:
+    """The comparison rejects the faults it is there for: a micro-batch's own divisor, pairs of a part only."""
+    config = run_config(micro_batch_tokens=THREE_PARTS, loss_type="dapo")
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    batch = sampled(made, config)
+    truth = oracle(made, batch, config, None)
+    for wrong in (
+        replace(batch, num_pairs=batch.num_pairs / 2),
+        replace(batch, loss_mask=batch.loss_mask & batch.live[:, None]),
+        replace(batch, ref_logprobs=torch.zeros_like(batch.ref_logprobs)),
+        replace(batch, paired=torch.zeros_like(batch.paired), live=batch.live & (batch.rewards > 0)),
+    ):
+        for parameter in made.trainable().values():
+            parameter.grad = torch.zeros_like(parameter)
+        backward(made, wrong, objective_of(config), config)
+        assert distance(gradients(made), truth) > 10 * TOLERANCE
+
+
+def test_dead_rows_never_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(micro_batch_tokens=WHOLE)
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    batch = sampled(made, config)
+    seen = []
+    original = made.logprobs
+    monkeypatch.setattr(made, "logprobs", lambda tokens: (seen.append(len(tokens)), original(tokens))[1])
+    backward(made, batch, objective_of(config), config)
+    assert seen == [8]
+
+
+def test_the_first_pass_needs_no_pass_for_old_logprobs_and_the_second_reuses_them(monkeypatch) -> None:
+    config = run_config(micro_batch_tokens=WHOLE, num_iterations=2)
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    batch = sampled(made, config)
+    passes = []
+    original = made.logprobs
+    monkeypatch.setattr(made, "logprobs", lambda tokens: (passes.append(torch.is_grad_enabled()), original(tokens))[1])
+    batch, sums = backward(made, batch, objective_of(config), config)
+    assert float(sums["ratio_sum"]) == float(sums["tokens"])
+    backward(made, batch, objective_of(config), config)
+    assert passes == [True, True]
+
+
+def test_a_batch_of_dead_groups_has_zero_gradient_and_still_steps() -> None:
+    config = run_config()
+    made = policy(config)
+    optimizer = make_optimizer(config, made.trainable())
+    rollout = sample(made, PROMPTS, 4, 9, seed=3)
+    batch = make_batch(rollout.tokens, torch.ones(12), rollout.truncated, config)
+    batch, _ = backward(made, with_reference(made, batch, config), objective_of(config), config)
+    assert all((g == 0).all() for g in gradients(made))
+    assert apply_update(optimizer, config, 1) == 0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
+    config = run_config()
+    made = policy(config)
+    optimizer = make_optimizer(config, made.trainable())
+    next(iter(made.trainable().values())).grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        apply_update(optimizer, config, 1)

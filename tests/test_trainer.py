@@ -1,0 +1,255 @@
+"""Runs of the tiny model: what is on disk, resuming bit for bit, warnings, refusals, and the command's exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from amir.config import ConfigError, RunConfig
+from amir.metrics import METRICS
+from amir.optim import learning_rate, make_optimizer
+from amir.rundir import RunDirectory, choose_output_dir
+from amir.tasks import TASKS
+from amir.trainer import NO_PAIR_STEPS, Trainer
+from tiny import model, policy, run_config
+
+TIMES = {"tokens_per_second", "peak_memory_mb"}
+
+
+class Lines:
+    """A display that keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.said: list[str] = []
+
+    def begin(self, finished_steps: int) -> None:
+        self.finished_steps = finished_steps
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        self.steps.append(metrics)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def trainer(path: Path, config: RunConfig, *, resume: bool = False) -> Trainer:
+    made = Trainer(
+        config,
+        policy(config, moved=False),
+        TASKS[config.task.name](config.task),
+        RunDirectory(path, config, resume=resume),
+        Lines(),
+    )
+    if resume:
+        made.resume()
+    return made
+
+
+def run(path: Path, config: RunConfig, *, resume: bool = False) -> Trainer:
+    made = trainer(path, config, resume=resume)
+    made.train()
+    made.directory.close()
+    return made
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES and not k.endswith("_seconds")} for row in metrics]
+
+
+class ParityGrader:
+    """Rewards what a random model does half of the time: an even number of characters."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
+        return [float(len(c) % 2 == 0) for c in completions]
+
+
+@pytest.fixture(autouse=True)
+def _parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amir.trainer.Correctness", ParityGrader)
+
+
+def test_a_run_leaves_config_metrics_completions_evaluations_checkpoints_and_adapter(tmp_path) -> None:
+    config = run_config()
+    made = run(tmp_path, config)
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert all(set(row) == set(METRICS) for row in metrics)
+    assert sum(row["pairs"] for row in metrics) > 0
+    assert 0 < max(row["pair_grad_share"] for row in metrics) < 1
+    assert all(row["ratio"] == 1 for row in metrics if row["pairs"])
+    completions = rows(tmp_path / "completions" / "step-000002.jsonl")
+    assert len(completions) == 12
+    assert sum(c["reward"] for c in completions) / 12 == pytest.approx(metrics[1]["reward"])
+    assert [row["step"] for row in rows(tmp_path / "evaluations.jsonl")] == [0, 3]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-3"]
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+    loaded = PeftModel.from_pretrained(model(), tmp_path / "adapter").eval()
+    ids = torch.randint(3, 97, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, made.policy.base(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "lr_scheduler": "cosine", "beta": 0.04}], ids=str)
+def test_resuming_gives_the_same_bits_and_loses_nothing(tmp_path, changes: dict[str, object]) -> None:
+    whole = run(tmp_path / "whole", run_config(max_steps=4, **changes))
+    cut = trainer(tmp_path / "cut", run_config(max_steps=4, **changes))
+
+    class Crash(Exception):
+        pass
+
+    original = cut.display.step
+
+    def step(metrics: dict[str, Any]) -> None:
+        original(metrics)
+        if metrics["step"] == 3:
+            raise Crash
+
+    cut.display.step = step
+    with pytest.raises(Crash):
+        cut.train()
+    cut.directory.close()
+    resumed = run(tmp_path / "cut", run_config(max_steps=4, **changes), resume=True)
+
+    assert resumed.display.finished_steps == 2
+    assert resumed.display.said[0] == "resumed after step 2"
+    for left, right in zip(whole.named.values(), resumed.named.values(), strict=True):
+        assert torch.equal(left, right)
+    saved = [
+        load_file(tmp_path / name / "checkpoints" / "step-4" / "optimizer.safetensors") for name in ("whole", "cut")
+    ]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0] if not key.startswith("rng"))
+    assert untimed(rows(tmp_path / "whole" / "metrics.jsonl")) == untimed(rows(tmp_path / "cut" / "metrics.jsonl"))
+    assert rows(tmp_path / "whole" / "evaluations.jsonl") == rows(tmp_path / "cut" / "evaluations.jsonl")
+    for name in ("step-000003.jsonl", "step-000004.jsonl"):
+        texts = [(tmp_path / run_name / "completions" / name).read_text() for run_name in ("whole", "cut")]
+        assert texts[0] == texts[1]
+    superseded = next((tmp_path / "cut" / "superseded").iterdir())
+    assert [row["step"] for row in rows(superseded / "metrics.jsonl")] == [3]
+    assert (superseded / "step-000003.jsonl").is_file()
+
+
+def test_a_half_written_checkpoint_and_a_cut_line_are_passed_over(tmp_path) -> None:
+    config = run_config(max_steps=2)
+    made = run(tmp_path, config)
+    (tmp_path / "checkpoints" / ".step-9.tmp").mkdir()
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    assert latest_checkpoint(tmp_path / "checkpoints").name == "step-2"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    resumed = run(tmp_path, run_config(max_steps=3), resume=True)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert made.named.keys() == resumed.named.keys()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path) -> None:
+    made = policy(run_config(lora={"r": 4, "target_modules": ["q_proj"]}))
+    optimizer = make_optimizer(run_config(), made.trainable())
+    path = save_checkpoint(tmp_path, 1, 3, made.model, optimizer, made.trainable())
+    other = policy()
+    with pytest.raises(ConfigError, match="another model or adapter"):
+        load_checkpoint(path, other.model, make_optimizer(run_config(), other.trainable()), other.trainable())
+
+
+def test_run_directories_are_never_shared_or_overwritten(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = run_config()
+    first = choose_output_dir("tiny", config, resume=False)
+    opened = RunDirectory(first, config, resume=False)
+    with pytest.raises(ConfigError, match="holds a run"):
+        RunDirectory(first, config, resume=False)
+    with pytest.raises(ConfigError, match="another process"):
+        RunDirectory(first, config, resume=True)
+    opened.close()
+    assert choose_output_dir("tiny", config, resume=False) == Path("runs/tiny-2")
+    assert choose_output_dir("tiny", config, resume=True) == first
+    with pytest.raises(ConfigError, match="seed = 5"):
+        RunDirectory(first, run_config(seed=5), resume=True)
+    RunDirectory(first, run_config(max_steps=9), resume=True).close()
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunDirectory(Path("elsewhere"), config, resume=True)
+
+
+def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
+    config = run_config(max_steps=NO_PAIR_STEPS, reward_margin=1.0, save_steps=100, eval_prompts=0, prompts_per_step=1)
+    made = run(tmp_path, config)
+    assert [text for text in made.display.said if "no pair was formed in 20 steps" in text]
+    assert "no pair was formed" in (tmp_path / "log.txt").read_text()
+
+
+def test_prompts_too_long_are_counted_and_none_left_is_refused(tmp_path) -> None:
+    made = trainer(tmp_path / "a", run_config(max_prompt_length=44))
+    assert not [text for text in made.display.said if "exceed" in text]
+    with pytest.raises(ConfigError, match="no training prompt is left"):
+        trainer(tmp_path / "b", run_config(max_prompt_length=3))
+    made = trainer(tmp_path / "c", run_config(max_prompt_length=44, task={"name": "arithmetic", "max_operand": 10}))
+    assert [text for text in made.display.said if "prompts exceed max_prompt_length" in text]
+
+
+def test_every_prompt_is_seen_once_an_epoch(tmp_path) -> None:
+    made = trainer(tmp_path, run_config(prompts_per_step=7))
+    size = len(made.prompts)
+    seen = [p.example.question for step in range(1, size + 1) for p in made._examples_of(step)]
+    assert len(seen) == 7 * size
+    for epoch in range(7):
+        assert len(set(seen[epoch * size : (epoch + 1) * size])) == size
+    assert seen[:size] != seen[size : 2 * size]
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    config = run_config(learning_rate=1.0, warmup_steps=2, max_steps=6, lr_scheduler="linear")
+    assert [learning_rate(config, step) for step in range(1, 7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = run_config(learning_rate=1.0, max_steps=4, lr_scheduler="cosine")
+    assert [round(learning_rate(cosine, step), 4) for step in (1, 3)] == [1.0, 0.5]
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
+    for arguments, words in [
+        (["train", "quickstrat"], "nearest: 'quickstart'"),
+        (["train", "quickstart", "--set", "learning_rat=1"], "nearest: 'learning_rate'"),
+        (["train", "quickstart", "--set", "model=./nowhere"], "./nowhere"),
+        (["train", "quickstart", "--resume"], "no run to resume"),
+        (["trian", "quickstart"], "trian"),
+    ]:
+        done = python("-m", "amir", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, done
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prints_the_resolved_config_and_loads_no_torch(tmp_path) -> None:
+    script = "import sys; sys.argv = ['amir', 'train', 'quickstart', '--dry-run']\nfrom amir.__main__ import main\n"
+    script += "try: main()\nexcept SystemExit as e: print('exit', e.code)\nprint('torch' in sys.modules)"
+    done = python("-c", script, cwd=tmp_path)
+    assert "lambda_reg:" in done.stdout
+    assert done.stdout.endswith("exit 0\nFalse\n")

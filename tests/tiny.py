@@ -1,0 +1,80 @@
+"""A model, a tokenizer and a run small enough for any test: random Llama, 101 tokens, one character a token."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from amir.config import RunConfig
+from amir.model import Policy, wrap_policy
+
+PAD, EOS, BOS = 0, 1, 2
+VOCAB = 101
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
+
+
+def run_config(**changes: object) -> RunConfig:
+    """A run of the tiny model on sums; `changes` are settings."""
+    fields = {
+        "model": "tiny",
+        "task": {"name": "arithmetic"},
+        "lora": {"r": 4, "alpha": 8},
+        "prompts_per_step": 3,
+        "num_generations": 4,
+        "max_prompt_length": 64,
+        "max_completion_length": 9,
+        "lambda_reg": 0.5,
+        "learning_rate": 1e-2,
+        "max_steps": 3,
+        "micro_batch_tokens": 200,
+        "save_steps": 2,
+        "eval_prompts": 2,
+        "eval_samples": 2,
+    }
+    return RunConfig.model_validate(fields | changes)
+
+
+def tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """Characters as tokens; unknown ones become `?`."""
+    characters = [chr(c) for c in range(32, 127)]
+    words = ["<pad>", "<eos>", "<bos>", *characters]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<eos>",
+        pad_token="<eos>" if pad_is_eos else "<pad>",
+        padding_side="left",
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def model() -> LlamaForCausalLM:
+    """Random weights, scaled up so that the next-token distribution is far from flat; tied head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=BOS,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def policy(config: RunConfig | None = None, *, pad_is_eos: bool = False, moved: bool = True) -> Policy:
+    """The tiny policy; `moved` gives the adapter weights that differ from the reference's zeros."""
+    made = wrap_policy(model(), tokenizer(pad_is_eos), config or run_config())
+    if moved:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in made.trainable().values():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return made
