@@ -1,5 +1,6 @@
 """The `amir` command: train a run, list the shipped ones, say what this machine can do."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -77,7 +78,8 @@ def _train(run: str, config: RunConfig, resume: bool) -> None:
         trainer.train()
         picture = draw_curves(path)
     typer.echo(f"curves: {picture}\nadapter (PEFT): {path / 'adapter'}")
-    typer.echo(f"next: tensorboard --logdir {path / 'tensorboard'}")
+    here = Path(os.path.relpath(sys.executable)).parent
+    typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ class Terminal:
         columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn()]
         columns += [TextColumn("{task.description}"), TimeRemainingColumn(compact=True)]
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._task: TaskID = self._progress.add_task("sampling", total=total_steps)
+        self._task: TaskID = self._progress.add_task("evaluating and sampling", total=total_steps)
         self._writer: SummaryWriter | None = None
 
     def __enter__(self) -> Self:

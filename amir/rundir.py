@@ -43,17 +43,20 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def rewind(self, step: int) -> None:
-        """Moves what was recorded after `step` to superseded/, so that a resumed run can record those steps again."""
+        """Moves what was recorded after `step` (all of it for 0) to superseded/; the resumed run records it again."""
+
+        def late(recorded: int) -> bool:
+            return recorded > step or step == 0
+
         archive = self.path / "superseded" / time.strftime("%Y%m%d-%H%M%S")
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             rows = [json.loads(line) for line in _whole_lines(self.path / name)]
-            late = [row for row in rows if row["step"] > step]
-            if late:
-                _write_lines(archive / name, late)
+            if any(late(row["step"]) for row in rows):
+                _write_lines(archive / name, [row for row in rows if late(row["step"])])
             if (self.path / name).exists():
-                _write_lines(self.path / name, [row for row in rows if row["step"] <= step])
+                _write_lines(self.path / name, [row for row in rows if not late(row["step"])])
         for file in sorted((self.path / "completions").glob("*-*.jsonl")):
-            if int(file.stem.rsplit("-", 1)[1]) > step:
+            if late(int(file.stem.rsplit("-", 1)[1])):
                 archive.mkdir(parents=True, exist_ok=True)
                 file.rename(archive / file.name)
 

@@ -89,7 +89,7 @@ class Trainer:
                 examples = self._examples_of(step)
                 rollout = self._sample(examples, c.num_generations, step)
                 rewards = self._reward(rollout, examples, c.num_generations)
-                self._keep("step", step, examples, rollout, rewards)
+                self.directory.record_completions("step", step, completion_rows(examples, rollout, rewards))
                 clock.lap("rollout")
 
                 batch = make_batch(rollout.tokens, rewards.to(self.policy.device), rollout.truncated, c)
@@ -116,17 +116,16 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Samples `eval_samples` completions of the first `eval_prompts` held-out examples; changes no state."""
         c = self.config
-        rewards = []
+        rows: list[dict[str, Any]] = []
         for first in range(0, len(self.held_out), c.prompts_per_step):
             examples = self.held_out[first : first + c.prompts_per_step]
             rollout = self._sample(examples, c.eval_samples, -1 - first)
-            rewards.append(self._reward(rollout, examples, c.eval_samples))
-            self._keep(f"eval{first}", step, examples, rollout, rewards[-1])
-        if rewards:
-            every = torch.cat(rewards)
-            success = float((every == 1).float().mean())
-            self.directory.record("evaluations", {"step": step, "samples": len(every), "success": success})
-            self.say(f"held-out success after step {step}: {success:.3f} ({len(every)} samples)")
+            rows += completion_rows(examples, rollout, self._reward(rollout, examples, c.eval_samples))
+            self.directory.record_completions("eval", step, rows)
+        if rows:
+            success = sum(row["reward"] == 1 for row in rows) / len(rows)
+            self.directory.record("evaluations", {"step": step, "samples": len(rows), "success": success})
+            self.say(f"held-out success after step {step}: {success:.3f} ({len(rows)} samples)")
 
     def _save(self, step: int) -> None:
         position = step * self.config.prompts_per_step
@@ -156,26 +155,6 @@ class Trainer:
         golds = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
         return torch.tensor(self.grader(rollout.texts, golds))
 
-    def _keep(self, kind: str, step: int, prompts: list[Prompt], rollout: Rollout, rewards: torch.Tensor) -> None:
-        """Puts every completion with its reward on disk."""
-        size = len(rollout.texts) // len(prompts)
-        lengths = rollout.tokens.completion_mask.sum(1).tolist()
-        self.directory.record_completions(
-            kind,
-            step,
-            [
-                {
-                    "question": prompts[row // size].example.question,
-                    "answer": prompts[row // size].example.answer,
-                    "completion": text,
-                    "reward": float(rewards[row]),
-                    "tokens": lengths[row],
-                    "truncated": bool(rollout.truncated[row]),
-                }
-                for row, text in enumerate(rollout.texts)
-            ],
-        )
-
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
         self.display.step(metrics)
@@ -196,6 +175,23 @@ def prompt_ids(tokenizer: Any, question: str, config: RunConfig) -> list[int]:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def completion_rows(prompts: list[Prompt], rollout: Rollout, rewards: torch.Tensor) -> list[dict[str, Any]]:
+    """What is kept of each completion; the prompts' completions stand side by side."""
+    size = len(rollout.texts) // len(prompts)
+    lengths = rollout.tokens.completion_mask.sum(1).tolist()
+    return [
+        {
+            "question": prompts[row // size].example.question,
+            "answer": prompts[row // size].example.answer,
+            "completion": text,
+            "reward": float(rewards[row]),
+            "tokens": lengths[row],
+            "truncated": bool(rollout.truncated[row]),
+        }
+        for row, text in enumerate(rollout.texts)
+    ]
 
 
 def derived_seed(seed: int, stream: int) -> int:

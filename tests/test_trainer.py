@@ -150,6 +150,19 @@ def test_resuming_gives_the_same_bits_and_loses_nothing(tmp_path, changes: dict[
     assert (superseded / "step-000003.jsonl").is_file()
 
 
+def test_a_run_that_died_before_its_first_checkpoint_starts_over_and_keeps_what_it_had(tmp_path) -> None:
+    config = run_config(max_steps=2, save_steps=9)
+    whole = run(tmp_path / "whole", config)
+    cut = trainer(tmp_path / "cut", config)
+    cut._evaluate(0)
+    cut.directory.close()
+    resumed = run(tmp_path / "cut", config, resume=True)
+    assert [row["step"] for row in rows(tmp_path / "cut" / "evaluations.jsonl")] == [0, 2]
+    assert len(list((tmp_path / "cut" / "superseded").rglob("eval-000000.jsonl"))) == 1
+    for left, right in zip(whole.named.values(), resumed.named.values(), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_a_half_written_checkpoint_and_a_cut_line_are_passed_over(tmp_path) -> None:
     config = run_config(max_steps=2)
     made = run(tmp_path, config)
