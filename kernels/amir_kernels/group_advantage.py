@@ -51,8 +51,8 @@ def group_advantage(
 
     With a baseline, a group whose rewards are all equal gets exactly 0, and so does one with a single scorable row.
     Statistics are float64 in two passes around the group's least reward, so rewards like 1e6 + {0, 1} keep sign and
-    size. Returns float32, float64 for float64 rewards. Waits for the device once or twice, to refuse infinite rewards
-    and to find the groups. Keeps nothing.
+    size. Returns float32, float64 for float64 rewards. Waits for the device to refuse infinite rewards, and to find
+    the groups of ids. Keeps nothing.
 
     TRL's defaults are these defaults. verl's: `eps=1e-6`. Dr.GRPO: `scale="none"`. RLOO: `baseline="leave_one_out",
     scale="none"`. 2503.06639: `scale="bernoulli", eps=1e-5`.
@@ -131,6 +131,7 @@ class _Groups(NamedTuple):
     """int64 `[groups + 1]`: the bounds of the groups in sorted rows"""
     number: Tensor
     """int64 `[B]`: the group of each sorted row"""
+    longest: int
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over each row's group, in a fixed order, as a value per sorted row."""
@@ -145,10 +146,14 @@ class _Groups(NamedTuple):
 
 def _find_groups(group: int | Tensor, rows: int, device: torch.device) -> _Groups:
     where = segments(group, rows, device)
+    if not isinstance(group, Tensor):
+        numbers = torch.arange(rows // group + 1, device=device)
+        return _Groups(where, numbers * group, numbers[:-1].repeat_interleave(group), group)
     first = where.start == torch.arange(rows, device=device)
     firsts = first.nonzero().squeeze(1)
     offsets = torch.cat([firsts, firsts.new_full((1,), rows)])
-    return _Groups(where, offsets, first.cumsum(0) - 1)
+    longest = int(offsets.diff().max()) if rows else 0
+    return _Groups(where, offsets, first.cumsum(0) - 1, longest)
 
 
 def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: bool) -> Tensor:
@@ -162,9 +167,8 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
     if triton:
         from ._group_kernels import group_advantages
 
-        longest = int(groups.offsets.diff().max()) if rewards.numel() else 1
         advantages = group_advantages(
-            ordered, groups.offsets, longest, options.baseline, options.scale, options.eps, options.unbiased
+            ordered, groups.offsets, groups.longest, options.baseline, options.scale, options.eps, options.unbiased
         )
     else:
         advantages = _advantages_torch(ordered, scored, groups, options)

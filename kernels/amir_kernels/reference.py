@@ -175,9 +175,9 @@ def linear_policy_loss(
 # ---- groups and pairs ----------------------------------------------------------------------------------------------
 
 
-def _rows_of_groups(group: int | Tensor, rows: int) -> list[Tensor]:
-    """The row indices of each group, groups by ascending id, rows ascending."""
-    ids = group.cpu() if isinstance(group, Tensor) else torch.arange(rows) // group
+def _rows_of_groups(group: int | Tensor, values: Tensor) -> list[Tensor]:
+    """The row indices of each group of `values` `[B]`, groups by ascending id, rows ascending."""
+    ids = group if isinstance(group, Tensor) else torch.arange(len(values), device=values.device) // group
     return [(ids == number).nonzero().squeeze(1) for number in ids.unique()]
 
 
@@ -204,7 +204,7 @@ def group_advantage(
     def advantages_of(column: Tensor) -> Tensor:
         result = torch.zeros_like(column)
         known = column[~column.isnan()]
-        for rows in _rows_of_groups(group, len(column)):
+        for rows in _rows_of_groups(group, column):
             rows = rows[~column[rows].isnan()]
             r, n = column[rows], len(rows)
             if n == 0 or (baseline != "none" and r.max() == r.min()):
@@ -229,7 +229,7 @@ def group_advantage(
         summed = sum(factor * advantages_of(column) for factor, column in zip(factors, columns.T, strict=True))
         mean, deviation = summed[scorable].mean(), _deviation(summed[scorable], unbiased)
         result = torch.where(scorable, (summed - mean) / (deviation + eps), 0)
-        for rows in _rows_of_groups(group, len(columns)):
+        for rows in _rows_of_groups(group, columns):
             known = [column[~column.isnan()] for column in columns[rows].T]
             if all(len(r) == 0 or r.max() == r.min() for r in known):
                 result[rows] = 0
@@ -243,7 +243,7 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
     def share(subsets: list[tuple[float, ...]]) -> float:
         return sum(max(subset) for subset in subsets) / len(subsets)
 
-    for rows in _rows_of_groups(group, len(rewards)):
+    for rows in _rows_of_groups(group, rewards):
         rows = rows[~rewards[rows].isnan()]
         values = rewards[rows].tolist()
         for place, row in enumerate(rows.tolist()):
@@ -282,7 +282,7 @@ def pair_logits(
     usable = [ok and math.isfinite(x) for ok, x in zip(allowed, r, strict=True)]
     chosen: list[int] = []
     rejected: list[int] = []
-    for rows in _rows_of_groups(group, len(r)):
+    for rows in _rows_of_groups(group, rewards):
         members = [row for row in rows.tolist() if usable[row]]
         pairs = [
             (i, j)
@@ -297,7 +297,7 @@ def pair_logits(
             pairs = sorted(sorted(pairs, key=lambda pair: r[pair[1]] - r[pair[0]])[:max_pairs_per_group])
         chosen += [i for i, _ in pairs]
         rejected += [j for _, j in pairs]
-    i, j = torch.tensor(chosen, dtype=torch.int64), torch.tensor(rejected, dtype=torch.int64)
+    i, j = (torch.tensor(rows, dtype=torch.int64, device=scores.device) for rows in (chosen, rejected))
     scores = scores if scores.dtype == torch.float64 else scores.float()
     return PairLogits(i, j, beta_dpo * (scores[i] - scores[j]))
 
@@ -329,7 +329,7 @@ def preference_loss(
     )
     losses = -torch.nn.functional.logsigmoid(logit)
     if reduction == "group_mean":
-        in_group = [torch.isin(chosen, rows) for rows in _rows_of_groups(group, len(scores))]
+        in_group = [torch.isin(chosen, rows) for rows in _rows_of_groups(group, scores)]
         means = [losses[pairs].mean() for pairs in in_group if pairs.any()]
         loss = sum(means, start=losses[:0].sum()) / max(len(means) if num_groups is None else num_groups, 1)
     else:
@@ -430,12 +430,12 @@ def _row_gain(lp: Tensor, old: Tensor, rho: Tensor, a: Tensor, o: Objective) -> 
             coefficient = torch.where(low, least, torch.where(high, most, rho)).detach()
             return coefficient * a * lp, low, high, never
         case "sapo":
-            tau = torch.tensor([o.sapo_tau_pos if x else o.sapo_tau_neg for x in up], dtype=lp.dtype)
+            tau = lp.new_tensor([o.sapo_tau_pos if x else o.sapo_tau_neg for x in up])
             return 4 / tau / (1 + torch.exp(-tau * (rho - 1))) * a, never, never, never
         case "vespo":
             log_w = d.sum().detach().clamp(math.log(1e-8), 20.0)
-            k = torch.tensor([o.vespo_k_neg if x else o.vespo_k_pos for x in down], dtype=lp.dtype)
-            lam = torch.tensor([o.vespo_lambda_neg if x else o.vespo_lambda_pos for x in down], dtype=lp.dtype)
+            k = lp.new_tensor([o.vespo_k_neg if x else o.vespo_k_pos for x in down])
+            lam = lp.new_tensor([o.vespo_lambda_neg if x else o.vespo_lambda_pos for x in down])
             phi = torch.exp(lam) * torch.exp(k * log_w) * torch.exp(-lam * torch.exp(log_w))
             return phi * a * lp, never, never, never
         case "geometric":
