@@ -185,6 +185,8 @@ def test_dtypes_and_no_graph():
         got = group_advantage(EIGHT.to(dtype).requires_grad_(), 8)
         assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert not got.requires_grad
+    for dtype in (torch.int64, torch.bool):
+        assert torch.equal(group_advantage(EIGHT.to(dtype), 8), group_advantage(EIGHT, 8))
     assert group_advantage(torch.zeros(0), 4).shape == (0,)
 
 
@@ -198,7 +200,8 @@ def test_dtypes_and_no_graph():
         ((torch.ones(6), torch.zeros(6, dtype=torch.int32)), {}, "int64"),
         ((torch.tensor([1.0, math.inf]), 2), {}, "row 1 is infinite"),
         ((torch.tensor([[1.0, 0.0], [0.0, -math.inf]]), 2), {}, "row 1 is infinite"),
-        ((torch.ones(6, dtype=torch.int64), 2), {}, "floating-point"),
+        ((torch.ones(6, dtype=torch.complex64), 2), {}, "real numbers"),
+        (([1.0, 0.0], 2), {}, "real numbers"),
         ((torch.ones(2, 2, 2), 2), {}, "\\[B\\] or \\[B, F\\]"),
         ((torch.ones(6), 2), {"baseline": "median"}, "baseline must be one of"),
         ((torch.ones(6), 2), {"scale": "group"}, "scale must be one of"),

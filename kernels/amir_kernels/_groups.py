@@ -27,6 +27,13 @@ class Segments(NamedTuple):
         return torch.empty_like(values).index_copy_(0, self.order, values)
 
 
+def check_rewards(rewards: Tensor) -> None:
+    """Refuses what is no tensor of real numbers; integers and bools are rewards like any others."""
+    if not isinstance(rewards, Tensor) or rewards.is_complex():
+        got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise TypeError(f"rewards must be a tensor of real numbers, got {got}")
+
+
 def check_group(group: int | Tensor, rows: int) -> None:
     """Refuses what is neither a size that divides the rows nor int64 ids, one per row."""
     if isinstance(group, Tensor):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_float
-from ._groups import Segments, check_group, segments
+from ._checks import check_choice
+from ._groups import Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 
 BASELINES = ("mean", "leave_one_out", "none")
@@ -93,7 +93,7 @@ class _Options(NamedTuple):
 
 
 def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
-    check_float("rewards", rewards)
+    check_rewards(rewards)
     if rewards.dim() not in (1, 2):
         raise ValueError(f"rewards must be [B] or [B, F], got {list(rewards.shape)}")
     check_group(group, rewards.shape[0])
@@ -258,7 +258,7 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
     all correct or all wrong gets exactly 0. float64 inside; returns float32, float64 for float64 rewards. Waits for
     the device.
     """
-    check_float("rewards", rewards)
+    check_rewards(rewards)
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be [B], got {list(rewards.shape)}")
     check_group(group, rewards.shape[0])

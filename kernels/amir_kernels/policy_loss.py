@@ -170,7 +170,7 @@ def policy_loss(
             gradient.
         old_logprobs: same shape, of the policy that sampled. None: on policy, the detached `logprobs` stand in.
         advantages: `[B]`, or one per token. Where T = B a vector is read per row. No gradient.
-        mask: same shape as `logprobs`, bool or integer; 0 leaves a token out, whatever it holds in any input.
+        mask: same shape as `logprobs`, of 0 and 1 in any dtype; 0 leaves a token out, whatever it holds in any input.
         cu_seqlens: int32 or int64 `[B + 1]`, the packed rows' bounds. Tokens past the last bound are left out.
         ref_logprobs: same shape, of the reference policy; needed where `kl_coef` is not 0, else only measured. No
             gradient.

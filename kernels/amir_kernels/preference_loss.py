@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_choice, check_float, check_positive, check_shape
-from ._groups import Segments, check_group, segments
+from ._groups import Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 from ._layout import compute_dtype, token_layout
 
@@ -40,7 +40,7 @@ def sequence_logprob(
     """Log-prob of each sequence, `[B]`, in nats: `sum_t m_t lp_t / max(sum_t m_t, 1)`; "sum" leaves the divisor out.
 
     `logprobs` are `[B, L]`, or packed `[T]` with `cu_seqlens` (int32 or int64 `[B + 1]`); they take the gradient.
-    `mask` has their shape, bool or integer; masked entries may hold anything. A sequence without tokens gets 0.
+    `mask` has their shape, of 0 and 1 in any dtype; masked entries may hold anything. A sequence without tokens gets 0.
     float32, or float64 for float64. "mean" is AMIR-GRPO's form (arXiv 2601.03661, the authors' code), "sum" is DPO's.
     """
     check_choice("normalize", normalize, ("mean", "sum"))
@@ -513,7 +513,7 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The checked arguments of the op."""
     check_float("scores", scores)
-    check_float("rewards", rewards)
+    check_rewards(rewards)
     if scores.dim() != 1:
         raise ValueError(f"scores must be one per completion [B], got {list(scores.shape)}")
     check_shape("rewards", rewards, scores.shape, "one per completion")
