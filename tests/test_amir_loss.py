@@ -1,11 +1,13 @@
 """The AMIR-GRPO loss: known numbers, the pair term on top of any objective, refusals."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from amir_kernels import OBJECTIVES, amir_loss, policy_loss, preference_weights, reference
+from amir_kernels import OBJECTIVES, amir_loss, group_advantage, policy_loss, preference_weights, reference
 from token_batches import CLIPS, batch, compare, fixture, named, pack
 
 NAN = math.nan
@@ -142,3 +144,49 @@ def test_amir_refusals(change, message):
     arguments = batch() | {"rewards": torch.ones(6), "group": 3} | change
     with pytest.raises((ValueError, TypeError), match=message):
         amir_loss(**arguments)
+
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
+def test_the_table_of_lengths_is_what_the_losses_do():
+    lengths = torch.tensor([100] * 4 + [50, 50, 400, 400])
+    rewards = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
+    mask = torch.arange(400) < lengths[:, None]
+    logprobs = torch.full((8, 400), -0.5, dtype=torch.float64, requires_grad=True)
+
+    def push(name, pairs=None, policy=True):
+        objective = OBJECTIVES[name].replace(max_completion_length=400 if name == "dr_grpo" else None)
+        advantages = group_advantage(rewards, 8, scale="none" if name == "dr_grpo" else "std")
+        got = amir_loss(
+            logprobs,
+            None,
+            advantages,
+            rewards,
+            8,
+            mask,
+            ref_logprobs=logprobs.detach(),
+            objective=objective,
+            normalize=pairs or "mean",
+        )
+        loss = policy * got.policy + (0.01 * got.preference if pairs else 0)
+        gradient = 1000 * torch.autograd.grad(loss, logprobs)[0]
+        return gradient[4, 0].item(), gradient[6, 0].item()
+
+    expected = {
+        "`grpo`": push("grpo"),
+        "`dapo`": push("dapo"),
+        "`dr_grpo`, length 400": push("dr_grpo"),
+        'pair term, `normalize="mean"`': push("grpo", "mean", policy=False),
+        'pair term, `normalize="sum"`': push("grpo", "sum", policy=False),
+        "`grpo` with the mean pair term": push("grpo", "mean"),
+        "`grpo` with the sum pair term": push("grpo", "sum"),
+        "`dapo` with the mean pair term": push("dapo", "mean"),
+    }
+    rows = re.findall(r"^\| (.+?) \| (\d\.\d{4}) \| (\d\.\d{4}) \| (\d\.\d{4}) \|$", README.read_text(), re.MULTILINE)
+    assert {row[0] for row in rows} == set(expected)
+    for label, *numbers in rows:
+        short, long = expected[label]
+        for printed, exact in zip(numbers, (short, long, long / short), strict=True):
+            assert abs(float(printed) - exact) <= 0.5001e-4, label
