@@ -1,70 +1,12 @@
 """linear_logprob against the reference: values, gradients, bits, memory, and what it refuses."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
 from closeness import assert_as_good_as
-
-RESULTS = ("logprob", "entropy", "lse")
-SMALL = 40_000
-"""workspace in bytes that makes several row blocks and several vocabulary tiles of the shapes used here"""
-
-
-def tensors(rows=(2, 19), hidden_size=24, vocabulary=301, dtype=torch.float64, rank=0, ignored=3):
-    """Inputs with peaked rows and targets drawn from them; each requires a gradient."""
-    hidden = 2 * torch.randn(*rows, hidden_size, dtype=dtype)
-    weight = torch.randn(vocabulary, hidden_size, dtype=dtype) / hidden_size**0.5 * 2
-    probs = (hidden.double() @ weight.double().T).softmax(-1)
-    target = torch.multinomial(probs.reshape(-1, vocabulary), 1).view(rows)
-    if ignored:
-        target.view(-1)[:: target.numel() // ignored + 1] = -100
-    inputs = {"hidden": hidden, "weight": weight, "bias": torch.randn(vocabulary, dtype=dtype)}
-    if rank:
-        inputs["a"] = torch.randn(rank, hidden_size, dtype=dtype)
-        inputs["b"] = torch.randn(vocabulary, rank, dtype=dtype) / 4
-    return {name: value.requires_grad_() for name, value in inputs.items()}, target
-
-
-def run(function, inputs: dict[str, Tensor], target: Tensor, upstream, **options):
-    """The three results and the gradients of sum(upstream * results), by name."""
-    options = dict(options)
-    if "a" in inputs:
-        options["lora"] = (inputs["a"], inputs["b"], 0.5)
-    result = function(inputs["hidden"], inputs["weight"], target, bias=inputs.get("bias"), **options)
-    loss = sum((scale * value.double()).sum() for scale, value in zip(upstream, result, strict=True))
-    names = [name for name, value in inputs.items() if value.requires_grad]
-    grads = torch.autograd.grad(loss, [inputs[name] for name in names])
-    return dict(zip(RESULTS, result, strict=True)) | {f"d {n}": g for n, g in zip(names, grads, strict=True)}
-
-
-def upstream(target: Tensor, kinds="lpe"):
-    """Upstream gradients for (logprob, entropy, lse), zero for those not named in `kinds`."""
-    return [torch.randn(target.shape, dtype=torch.float64) * (kind in kinds) for kind in "lep"]
-
-
-def option_cases():
-    """Every pair of values of two options occurs in some case."""
-    temperatures, caps, scales, ranks, kinds = (1.0, 0.7, "row"), (None, 4.0), (1.0, 1.7), (0, 3), ("l", "lpe", "e")
-    cases = list(itertools.product(temperatures, caps, scales, ranks, kinds))
-    wanted = {(i, a, j, b) for case in cases for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
-    chosen = []
-    while wanted:
-        pairs = lambda case: {(i, a, j, b) for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
-        best = max(cases, key=lambda case: len(wanted & pairs(case)))
-        chosen.append(best)
-        wanted -= pairs(best)
-    return chosen
-
-
-def options_of(temperature, softcap, scale, target, dtype):
-    if temperature == "row":
-        temperature = torch.rand(target.shape, dtype=dtype) + 0.5
-    return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
-
+from head_cases import RESULTS, SMALL, option_cases, options_of, run, tensors, upstream
 
 # ---- the reference -------------------------------------------------------------------------------------------------
 
@@ -206,78 +148,6 @@ def test_minus_infinity_in_the_bias_removes_tokens():
         torch.testing.assert_close(one, other)
 
 
-# ---- Triton, interpreted -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """The kernels in blocks of the interpreter's size: 3 splits of 2 tiles at V = 301, 3 row tiles of 38 rows."""
-    pytest.importorskip("triton")
-    from amir_kernels import _linear_triton
-
-    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: _linear_triton.Config(16, 64, 16, 4, 2))
-    monkeypatch.setattr(_linear_triton, "SPLIT_COLUMNS", 128)
-
-
-def judge_triton(inputs, target, grads, **options):
-    """Results and gradients of the kernels, against the reference in the same dtype and in float64."""
-    ours = run(linear_logprob_entropy, inputs, target, grads, backend="triton", **options)
-    wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
-    eager = run(reference.linear_logprob_entropy, inputs, target, grads, **options)
-    truth = run(reference.linear_logprob_entropy, wide, target, grads, **options)
-    for name, value in ours.items():
-        whole = [tensor.reshape(1, -1) for tensor in (value, eager[name], truth[name])]
-        factor = 3.0 if value.dtype == torch.float32 else 2.0
-        assert_as_good_as(kernel=whole[0], eager=whole[1], truth=whole[2], factor=factor, name=name)
-
-
-@pytest.mark.parametrize(("temperature", "softcap", "scale", "rank", "kinds"), option_cases())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.usefixtures("small_blocks")
-def test_triton_matches_the_reference(dtype, temperature, softcap, scale, rank, kinds):
-    inputs, target = tensors(rank=rank, dtype=torch.float32)
-    inputs = {name: value.detach().to(dtype).requires_grad_() for name, value in inputs.items()}
-    options = options_of(temperature, softcap, scale, target, torch.float32)
-    judge_triton(inputs, target, upstream(target, kinds), **options)
-
-
-@pytest.mark.parametrize(
-    ("rows", "hidden_size", "vocabulary"), [(1, 15, 63), (15, 16, 64), (17, 17, 65), (33, 33, 129)]
-)
-@pytest.mark.usefixtures("small_blocks")
-def test_triton_around_the_block_edges(rows, hidden_size, vocabulary):
-    inputs, target = tensors(
-        rows=(rows,), hidden_size=hidden_size, vocabulary=vocabulary, dtype=torch.float32, ignored=0
-    )
-    target[0] = vocabulary - 1
-    judge_triton(inputs, target, upstream(target), temperature=0.7)
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_triton_row_has_the_same_bits_in_any_company():
-    inputs, target = tensors(rows=(50,), dtype=torch.float32, ignored=0)
-    hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
-    whole = linear_logprob_entropy(hidden, weight, target, backend="triton")
-    for rows in (slice(7, 8), slice(20, 50), torch.randperm(50)):
-        part = linear_logprob_entropy(hidden[rows], weight, target[rows], backend="triton")
-        for one, other in zip(part, whole, strict=True):
-            assert torch.equal(one, other[rows])
-    assert torch.equal(linear_logprob(hidden, weight, target, backend="triton"), whole.logprob)
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_triton_small_upstream_gradients_do_not_underflow_in_float16():
-    """Loss gradients near 1e-6 times probabilities near 1e-3 lie below float16's smallest number."""
-    inputs, target = tensors(rows=(20,), dtype=torch.float32, ignored=0)
-    inputs = {n: v.detach().half() for n, v in inputs.items() if n != "bias"}
-    inputs["hidden"] = (inputs["hidden"] / 8).requires_grad_()
-    scaled = {}
-    for scale in (1.0, 2.0**-20):
-        value = linear_logprob(inputs["hidden"], inputs["weight"], target, backend="triton")
-        scaled[scale] = torch.autograd.grad((value * scale).sum(), inputs["hidden"])[0].double() / scale
-    assert (scaled[2.0**-20] - scaled[1.0]).norm() < 0.05 * scaled[1.0].norm()
-
-
 # ---- rows that do not count ----------------------------------------------------------------------------------------
 
 
@@ -360,9 +230,9 @@ def test_frozen_head_allocates_no_weight_gradient():
     hidden, weight = inputs["hidden"], inputs["weight"].detach()
     from amir_kernels.linear_logprob import _backward, _forward
 
-    call = (hidden.detach(), weight, target, None, None, 1.0, None, 1.0, None, None, 1.0, -100, torch.float64)
+    call = (hidden.detach(), weight, target, None, torch.tensor(1.0), None, 1.0, None, None, 1.0, -100, torch.float64)
     with Largest() as mode, torch.no_grad():
-        logprob, entropy, _, shift, total = _forward(*call, 400_000, False, False)
+        logprob, entropy, _, shift, total = _forward(*call, 400_000, False, "", False)
         grads = _backward(
             torch.ones_like(logprob),
             None,
@@ -374,6 +244,7 @@ def test_frozen_head_allocates_no_weight_gradient():
             *call,
             400_000,
             False,
+            "",
             [True] + [False] * 4,
         )
     assert len(grads) == 1
@@ -479,51 +350,6 @@ def test_products_are_float32_whatever_the_global_precision():
         torch.set_float32_matmul_precision("highest")
     for name, value in highest.items():
         assert torch.equal(value, medium[name]), name
-
-
-# ---- the same bits -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_row_has_the_same_bits_in_any_company(dtype, softcap):
-    """Alone, at another position, among other numbers of rows, beside ignored rows, with and without gradients."""
-    inputs, target = tensors(rows=(700,), hidden_size=40, vocabulary=1003, dtype=torch.float32, ignored=0)
-    hidden, weight = (inputs[name].detach().to(dtype) for name in ("hidden", "weight"))
-    temperature = torch.rand(700) + 0.5
-    options = {"softcap": softcap, "workspace_bytes": 2_000_000}
-    whole = linear_logprob_entropy(hidden, weight, target, temperature=temperature, **options)
-
-    def same(rows, part_target=None, **more):
-        part = linear_logprob_entropy(
-            hidden[rows],
-            weight,
-            target[rows] if part_target is None else part_target,
-            temperature=temperature[rows],
-            **options,
-        )
-        keep = torch.ones(len(part.lse), dtype=torch.bool) if part_target is None else part_target >= 0
-        return all(torch.equal(p[keep], w[rows][keep]) for p, w in zip(part, whole, strict=True))
-
-    assert same(slice(3, 4))
-    assert same(slice(0, 17))
-    assert same(slice(333, 699))
-    assert same(torch.randperm(700))
-    assert same(slice(100, 300), torch.where(torch.arange(200) % 3 == 0, -100, target[100:300]))
-    alone = linear_logprob(hidden, weight, target, temperature=temperature, **options)
-    assert torch.equal(alone, whole.logprob)
-    with_grad = linear_logprob(
-        hidden.requires_grad_(), weight.requires_grad_(), target, temperature=temperature, **options
-    )
-    assert torch.equal(with_grad, whole.logprob)
-
-
-def test_gradients_have_the_same_bits_on_every_run():
-    inputs, target = tensors(rows=(120,), dtype=torch.float32)
-    grads = upstream(target)
-    first, second = (run(linear_logprob_entropy, inputs, target, grads) for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -166,12 +166,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class RowBlock(NamedTuple):
     """Some live rows, padded to a multiple of 16 with rows that give zeros."""
 
-    index: Tensor
-    """int64, positions among the call's rows"""
+    positions: Tensor
+    """int64, among the call's rows"""
     hidden: Tensor
     """[R, H], operands"""
-    low_rank: Tensor | None
-    """scaling * hidden @ a.T `[R, r]`, float32: these products are too small to be worth rounding for"""
+    low_rank: Tensor
+    """scaling * hidden @ a.T `[R, r]`, float32: too small a product to be worth rounding for; r = 0 without LoRA"""
     target: Tensor
     temperature: Tensor | float
 
@@ -184,9 +184,9 @@ def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | 
     rows = _round_up(index.shape[0], ROW_MULTIPLE)
     block = torch.zeros(rows, hidden.shape[-1], dtype=head.operand, device=hidden.device)
     block[: index.shape[0]] = head.operands(gather_rows(hidden, index))
-    low_rank = None
+    rank = head.lora.a.shape[0] if head.lora else 0
+    low_rank = torch.empty(rows, rank, dtype=head.accumulate, device=hidden.device)
     if head.lora:
-        low_rank = torch.empty(rows, head.lora.a.shape[0], dtype=head.accumulate, device=hidden.device)
         _product(block.to(head.accumulate), head.lora.a.to(head.accumulate).T, low_rank)
         low_rank.mul_(head.lora.scaling)
     if isinstance(temperature, Tensor):
@@ -220,9 +220,9 @@ class Tiles:
         self.head = head
         fitting = PASS_BYTES // (ranges.widest * head.accumulate.itemsize)
         self.pass_rows = min(max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE, ranges.tallest)
-        options = {"dtype": head.accumulate, "device": head.weight.device}
-        self._tile = torch.empty(ranges.tallest * ranges.widest, **options)
-        self._spare = torch.empty(2, self.pass_rows * ranges.widest, **options)
+        like = torch.empty(0, dtype=head.accumulate, device=head.weight.device)
+        self._tile = like.new_empty(ranges.tallest * ranges.widest)
+        self._spare = like.new_empty(2, self.pass_rows * ranges.widest)
 
     def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int) -> Tensor:
         """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias."""
@@ -275,6 +275,16 @@ class RowStats(NamedTuple):
     picked: Tensor
     """z_target"""
 
+    def of(self, rows: slice) -> "RowStats":
+        weighted = None if self.weighted is None else self.weighted[rows]
+        return RowStats(self.shift[rows], self.total[rows], weighted, self.picked[rows])
+
+    def take(self, rows: slice, other: "RowStats") -> None:
+        """Copies the first of `other`'s rows to `rows` here."""
+        for own, value in zip(self, other, strict=True):
+            if own is not None and value is not None:
+                own[rows] = value[: rows.stop - rows.start]
+
 
 def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool) -> RowStats:
     zeros = [torch.zeros(rows, dtype=dtype, device=like.device) for _ in range(3)]
@@ -319,11 +329,8 @@ def row_stats(
             tile = tiles.logits(block, head.operands(head.weight[start:stop]), start, stop)
             for part, spare, slope, rows in tiles.passes(tile):
                 tiles.finish_logits(part, slope, block, rows, stop - start)
-                seen = RowStats(*(value if value is None else value[rows] for value in stats))
-                _fold(part, spare, block.target[rows], start, stop, seen)
-        for whole, own in zip(result, stats, strict=True):
-            if whole is not None:
-                whole[first:last] = own[: last - first]
+                _fold(part, spare, block.target[rows], start, stop, stats.of(rows))
+        result.take(slice(first, last), stats)
     return result
 
 
@@ -339,6 +346,15 @@ class Slopes(NamedTuple):
     b: Tensor | None
     at_target: Tensor
     """dL/dz_target, by itself: 1 - p is formed without the cancellation that p near 1 would bring"""
+
+    def of(self, rows: slice, padded: int) -> "Slopes":
+        """Some rows, and after them rows that give zeros."""
+        b = None if self.b is None else _padded(self.b[rows], padded, 0.0)
+        shift, a = _padded(self.shift[rows], padded, math.inf), _padded(self.a[rows], padded, 0.0)
+        return Slopes(shift, a, b, _padded(self.at_target[rows], padded, 0.0))
+
+    def over(self, unit: Tensor) -> "Slopes":
+        return Slopes(self.shift, self.a / unit, None if self.b is None else self.b / unit, self.at_target / unit)
 
 
 def row_slopes(
@@ -443,24 +459,27 @@ class _Sweep:
         wanted: Wanted,
         workspace: int,
         make_form: Callable[[Head, Ranges], FormDlogits],
+        partial: bool,
     ) -> None:
         self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
         self.index, self.slopes, self.unit, self.wanted = index, slopes, unit, wanted
         self.ranges = Ranges.of(head, blocks_of(head, workspace), index.shape[0])
         self.form = make_form(head, self.ranges)
-        self.grad_hidden = (
-            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted.hidden else None
-        )
-        self.grad_a = head.lora.a.new_zeros(head.lora.a.shape, dtype=head.accumulate) if wanted.lora_a else None
-        widest = self.ranges.widest
-        self.grad_weight = _ColumnGrad(head.weight, head, widest) if wanted.weight else None
-        self.grad_bias = _ColumnGrad(head.bias, head, widest) if wanted.bias else None
-        self.grad_b = _ColumnGrad(head.lora.b, head, widest) if wanted.lora_b else None
+        self.grad_hidden = self.grad_a = None
+        if wanted.hidden:
+            dtype = head.accumulate if partial else hidden.dtype
+            self.grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        if wanted.lora_a and head.lora:
+            self.grad_a = torch.zeros_like(head.lora.a, dtype=head.accumulate)
+        columns = (head.weight, head.bias, head.lora and head.lora.b)
+        self.column_grads = [
+            _ColumnGrad(tensor, head, self.ranges.widest) if want and tensor is not None else None
+            for tensor, want in zip(columns, (wanted.weight, wanted.bias, wanted.lora_b), strict=True)
+        ]
 
     def run(self) -> None:
         """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
-        column_grads = [grad for grad in (self.grad_weight, self.grad_bias, self.grad_b) if grad is not None]
-        together = all(grad.exact for grad in column_grads) or len(self.ranges.rows) == 1
+        together = all(grad.exact for grad in self.column_grads if grad) or len(self.ranges.rows) == 1
         if self.wanted.hidden or self.wanted.lora_a or together:
             self._rows_outside(with_columns=together)
         if not together:
@@ -468,12 +487,7 @@ class _Sweep:
 
     def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
         block = row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
-        padding = Slopes(math.inf, 0.0, 0.0, 0.0)
-        padded = (
-            None if value is None else _padded(value[first:last], block.padded, fill)
-            for value, fill in zip(self.slopes, padding, strict=True)
-        )
-        return block, Slopes(*padded)
+        return block, self.slopes.of(slice(first, last), block.padded)
 
     def _operands(self, start: int, stop: int) -> Tensor:
         return self.head.operands(self.head.weight[start:stop])
@@ -482,15 +496,13 @@ class _Sweep:
         for first, last in self.ranges.rows:
             block, slopes = self._block(first, last)
             total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
-            low_rank = None
-            if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
-                low_rank = torch.zeros_like(block.low_rank, dtype=self.head.accumulate)
+            low_rank = torch.zeros_like(block.low_rank)
             for start, stop in self.ranges.columns:
                 weight = self._operands(start, stop)
                 dlogits = self.form(block, slopes, weight, start, stop)
                 if self.wanted.hidden:
                     _add_product(total, dlogits, weight)
-                if low_rank is not None:
+                if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
                     _add_product(low_rank, dlogits, self.head.operands(self.head.lora.b[start:stop]))
                 if with_columns:
                     self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
@@ -505,26 +517,24 @@ class _Sweep:
                 self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
 
     def _add_columns(self, block: RowBlock, dlogits: Tensor, start: int, stop: int, first: bool, last: bool) -> None:
-        place = (start, stop, first, last, self.unit)
-        if self.grad_weight is not None:
-            self.grad_weight.add(dlogits, block.hidden, *place)
-        if self.grad_bias is not None:
-            self.grad_bias.add(dlogits, block.hidden.new_ones(block.padded, 1), *place)
-        if self.grad_b is not None:
-            self.grad_b.add(dlogits, block.low_rank.to(self.head.operand), *place)
+        ones = block.hidden.new_ones(block.padded, 1)
+        rights = (block.hidden, ones, block.low_rank.to(self.head.operand))
+        for grad, right in zip(self.column_grads, rights, strict=True):
+            if grad is not None:
+                grad.add(dlogits, right, start, stop, first, last, self.unit)
 
-    def _store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor | None) -> None:
-        if low_rank is not None:
-            low_rank.mul_(self.head.lora.scaling)
+    def _store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor) -> None:
+        if self.head.lora:
+            low_rank = (low_rank * self.head.lora.scaling).to(self.head.operand)
             if self.wanted.hidden:
-                _add_product(total, low_rank.to(self.head.operand), self.head.operands(self.head.lora.a))
+                _add_product(total, low_rank, self.head.operands(self.head.lora.a))
             if self.grad_a is not None:
-                _add_product(self.grad_a, low_rank.to(self.head.operand).T, block.hidden)
+                _add_product(self.grad_a, low_rank.T, block.hidden)
         if self.grad_hidden is not None:
             if self.unit is not None:
                 total.mul_(self.unit)
-            rows = total[: block.index.shape[0]].to(self.hidden.dtype)
-            self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.index, rows)
+            rows = total[: block.positions.shape[0]].to(self.grad_hidden.dtype)
+            self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
 
 
 class HeadGrads(NamedTuple):
@@ -548,8 +558,11 @@ def head_grads(
     workspace: int,
     make_form: Callable[[Head, Ranges], FormDlogits] = torch_dlogits,
     half_tiles: bool = False,
+    partial: bool = False,
 ) -> HeadGrads:
-    """Gradients from the rows at `index`; all other rows give zeros. Each in its input's dtype.
+    """Gradients from the rows at `index`, each in its input's dtype; all other rows give zeros.
+
+    Those of hidden and lora a stay in float32 where they are `partial`, to be summed over shards of the vocabulary.
 
     With `half_tiles` the dlogits are stored in float16: they are then formed in units of a power of two near their
     largest slope, so that small upstream gradients do not underflow, and the sums are multiplied back.
@@ -558,12 +571,12 @@ def head_grads(
     if half_tiles and index.shape[0]:
         largest = torch.stack([value.abs().max() for value in slopes[1:] if value is not None]).max()
         unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
-        slopes = Slopes(slopes.shift, *(value if value is None else value / unit for value in slopes[1:]))
-    sweep = _Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, workspace, make_form)
+        slopes = slopes.over(unit)
+    sweep = _Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, workspace, make_form, partial)
     sweep.run()
     grad_a = sweep.grad_a
-    if grad_a is not None:
-        grad_a = (grad_a if unit is None else grad_a * unit).to(head.lora.a.dtype)
-    columns = (sweep.grad_weight, sweep.grad_bias, sweep.grad_b)
-    weight, bias, grad_b = (column and column.grad for column in columns)
+    if grad_a is not None and head.lora:
+        grad_a = grad_a if unit is None else grad_a * unit
+        grad_a = grad_a if partial else grad_a.to(head.lora.a.dtype)
+    weight, bias, grad_b = (grad.grad if grad else None for grad in sweep.column_grads)
     return HeadGrads(sweep.grad_hidden, weight, bias, grad_a, grad_b)

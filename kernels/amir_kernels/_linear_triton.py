@@ -312,9 +312,7 @@ def triton_row_stats(
             **_options(head, config, with_entropy),
         )
         _merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
-        for whole, own in zip(result, merged, strict=True):
-            if whole is not None:
-                whole[first:last] = own[: last - first]
+        result.take(slice(first, last), RowStats(*merged))
     return result
 
 

@@ -27,6 +27,7 @@ from ._linear_torch import (
     row_stats,
     torch_dlogits,
 )
+from ._vocabulary_group import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,9 +46,9 @@ class LogprobEntropy(NamedTuple):
 # ---- the op --------------------------------------------------------------------------------------------------------
 
 _CALL_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? temperatures, float temperature, "
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor temperature, "
     "float? softcap, float logit_scale, Tensor? lora_a, Tensor? lora_b, float lora_scaling, int ignore_index, "
-    "ScalarType compute, int workspace, bool triton"
+    "ScalarType compute, int workspace, bool triton, str group"
 )
 
 
@@ -58,9 +59,8 @@ class _Call(NamedTuple):
     weight: Tensor
     target: Tensor
     bias: Tensor | None
-    temperatures: Tensor | None
-    """one per row; None: `temperature` holds for all"""
-    temperature: float
+    temperature: Tensor
+    """one per row, or 0-d for all: a number would make torch.compile specialize on each value"""
     softcap: float | None
     logit_scale: float
     lora_a: Tensor | None
@@ -71,6 +71,12 @@ class _Call(NamedTuple):
     """of the products' inputs"""
     workspace: int
     triton: bool
+    group: str
+    """name of the process group that the vocabulary is split over; empty: not split"""
+
+    @property
+    def shard(self) -> Shard:
+        return Shard.of(self.group, self.weight)
 
     @property
     def head(self) -> Head:
@@ -81,7 +87,7 @@ class _Call(NamedTuple):
 
     @property
     def row_temperature(self) -> Tensor | float:
-        return self.temperature if self.temperatures is None else self.temperatures
+        return self.temperature if self.temperature.dim() else self.temperature.item()
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -89,18 +95,18 @@ class _Call(NamedTuple):
         return self.hidden, self.weight, self.bias, self.lora_a, self.lora_b
 
 
-def _live_rows(call: _Call) -> Tensor:
+def _live_rows(call: _Call, vocabulary: int) -> Tensor:
     """Flat positions of the rows that count; refuses targets outside the vocabulary. Waits for the device."""
-    target, vocabulary = call.target, call.weight.shape[0]
+    target = call.target
     live = target != call.ignore_index
     outside = live & ((target < 0) | (target >= vocabulary))
-    cold = torch.zeros_like(live) if call.temperatures is None else live & ~(call.temperatures > 0)
+    cold = live & ~(call.temperature > 0) if call.temperature.dim() else torch.zeros_like(live)
     if (outside | cold).any():
         if outside.any():
             name, values, bad = "target", target, outside
             expected = f"lie in [0, {vocabulary}) or be ignore_index={call.ignore_index}"
         else:
-            name, values, bad, expected = "temperature", call.temperatures, cold, "be positive"
+            name, values, bad, expected = "temperature", call.temperature, cold, "be positive"
         position = tuple(bad.nonzero()[0].tolist())
         raise ValueError(f"{name} must {expected}, got {values[position].item()} at position {list(position)}")
     return live.reshape(-1).nonzero()[:, 0]
@@ -109,13 +115,15 @@ def _live_rows(call: _Call) -> Tensor:
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logprob, entropy, lse, m, S), each shaped like `target`; entropy has no elements unless asked for."""
     call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
-    head, target = call.head, call.target
-    index = _live_rows(call)
+    head, shard = call.head, call.shard
+    index, target = _live_rows(call, shard.vocabulary), shard.local(call.target)
     statistics = row_stats
     if call.triton:
         from ._linear_triton import triton_row_stats as statistics
     with exact_products(target.device):
-        stats = statistics(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
+        stats = shard.merge(
+            statistics(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
+        )
     log_total = stats.total.log()
     logprob = stats.picked - stats.shift - log_total
     entropy = None if stats.weighted is None else log_total - stats.weighted / stats.total
@@ -140,7 +148,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
 
 def _backward(
-    grad_logprob: Tensor | None,
+    grad_logprob: Tensor,
     grad_entropy: Tensor | None,
     grad_lse: Tensor | None,
     logprob: Tensor,
@@ -151,26 +159,26 @@ def _backward(
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `Wanted`, from the rows with an upstream gradient that is not exactly 0."""
     call, wanted = _Call(*arguments[:-1]), Wanted(*arguments[-1])
-    head = call.head
+    head, shard = call.head, call.shard
     live = torch.zeros_like(call.target, dtype=torch.bool)
-    for grad in (grad_logprob, grad_entropy, grad_lse):
-        if grad is not None:
-            live |= grad != 0
+    for upstream in (grad_logprob, grad_entropy, grad_lse):
+        if upstream is not None:
+            live |= upstream != 0
     index = (live & (call.target != call.ignore_index)).reshape(-1).nonzero()[:, 0]
 
-    def take(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.reshape(-1)[index].to(head.accumulate)
+    def take(values: Tensor) -> Tensor:
+        return values.reshape(-1)[index].to(head.accumulate)
 
     slopes = row_slopes(
         head,
-        call.temperature if call.temperatures is None else take(call.temperatures),
+        take(call.temperature) if call.temperature.dim() else call.row_temperature,
         take(logprob),
         take(shift),
         take(total),
-        take(entropy) if grad_entropy is not None else None,
+        None if grad_entropy is None else take(entropy),
         take(grad_logprob),
-        take(grad_entropy),
-        take(grad_lse),
+        None if grad_entropy is None else take(grad_entropy),
+        None if grad_lse is None else take(grad_lse),
     )
     half_tiles, make_form = call.compute == torch.float16 and call.hidden.is_cuda, torch_dlogits
     if call.triton:
@@ -181,7 +189,7 @@ def _backward(
         grads = head_grads(
             head,
             call.hidden,
-            call.target,
+            shard.local(call.target),
             call.row_temperature,
             index,
             slopes,
@@ -189,7 +197,11 @@ def _backward(
             call.workspace,
             make_form,
             half_tiles,
+            partial=shard.group is not None,
         )
+    dtypes = [tensor.dtype if tensor is not None else head.accumulate for tensor in call.differentiable]
+    hidden, lora_a = shard.sum(grads.hidden, dtypes[0]), shard.sum(grads.lora_a, dtypes[3])
+    grads = grads._replace(hidden=hidden, lora_a=lora_a)
     return [grad for grad in grads if grad is not None]
 
 
@@ -214,7 +226,7 @@ _linear_logprob_backward = torch.library.custom_op(
     "amir_kernels::linear_logprob_backward",
     _backward,
     mutates_args=(),
-    schema="(Tensor? grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor logprob, Tensor entropy, "
+    schema="(Tensor grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor logprob, Tensor entropy, "
     f"Tensor shift, Tensor total, {_CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 _linear_logprob_backward.register_fake(_fake_backward)
@@ -226,6 +238,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     logprob, entropy, _, shift, total = output
     tensors = {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
     ctx.set_materialize_grads(False)
+    ctx.with_entropy = inputs[-1]
     ctx.saved_names = tuple(tensors)
     ctx.scalars = {name: value for name, value in call._asdict().items() if name not in tensors}
     ctx.save_for_backward(logprob, entropy, shift, total, *tensors.values())
@@ -234,13 +247,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    *stats, tensors = *ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    stats, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     call = _Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
     needed = dict(zip(_Call._fields, ctx.needs_input_grad, strict=False))
     names = ("hidden", "weight", "bias", "lora_a", "lora_b")
     wanted = [needed[name] for name in names]
     if grad_logprob is None:
         grad_logprob = torch.zeros_like(stats[0])
+    if not ctx.with_entropy:
+        grad_entropy = None
     grads = iter(_linear_logprob_backward(grad_logprob, grad_entropy, grad_lse, *stats, *call, wanted))
     given = {name: next(grads) for name, want in zip(names, wanted, strict=True) if want}
     return *(given.get(name) for name in _Call._fields), None
@@ -285,15 +300,16 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The wider of the two dtypes; under autocast its dtype, unless an input is float64."""
     wider = torch.promote_types(hidden.dtype, weight.dtype)
     device = hidden.device.type
-    if wider != torch.float64 and torch.is_autocast_enabled(device):
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if wider != torch.float64 and autocast:
         return torch.get_autocast_dtype(device)
     return wider
 
 
-def _row_temperatures(temperature: float | Tensor, target: Tensor) -> Tensor | None:
+def _temperature(temperature: float | Tensor, target: Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         check_positive("temperature", temperature)
-        return None
+        return torch.ones((), dtype=torch.float64) * temperature
     check_float("temperature", temperature)
     check_shape("temperature", temperature, target.shape, "one per token, like target")
     if temperature.requires_grad:
@@ -330,18 +346,14 @@ def _call_op(
         check_positive("softcap", softcap)
     if lora is not None:
         _check_lora(lora, weight)
-    if process_group is not None:
-        raise NotImplementedError("process_group")
     if workspace_bytes is not None:
         check_positive("workspace_bytes", workspace_bytes)
-    temperatures = _row_temperatures(temperature, target)
     results = _linear_logprob(
         hidden,
         weight,
         target,
         bias,
-        temperatures,
-        1.0 if isinstance(temperature, Tensor) else float(temperature),
+        _temperature(temperature, target),
         None if softcap is None else float(softcap),
         float(logit_scale),
         None if lora is None else lora[0],
@@ -351,6 +363,7 @@ def _call_op(
         _product_dtype(hidden, weight),
         default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
         use_triton(backend, weight if weight.dtype == torch.float64 else hidden),
+        "" if process_group is None else process_group.group_name,
         with_entropy,
     )
     return LogprobEntropy(*results[:3])
@@ -417,7 +430,9 @@ def linear_logprob_entropy(
         softcap: c > 0 in c * tanh(s / c), before the temperature.
         logit_scale: factor on the logits, before the cap.
         lora: (A `[r, H]`, B `[V, r]`, scaling): adds scaling * B @ A to the head without forming it.
-        process_group: the vocabulary is split over its ranks.
+        process_group: the vocabulary is split over its ranks, each passing its own consecutive rows of weight, bias and
+            B, and the same hidden, A and (global) target. Results, and the gradients of hidden and A, are global;
+            every rank must see the same upstream gradients. Those two gradients are summed in float32 over the ranks.
         workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers; one 16 x 16 tile is used
             in any case. Default 64 MiB on a CPU, 256 MiB on a GPU.
         backend: "auto", "triton" or "torch".

@@ -1,0 +1,62 @@
+"""Inputs and comparisons that the tests of linear_logprob share."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+RESULTS = ("logprob", "entropy", "lse")
+SMALL = 40_000
+"""workspace in bytes that makes several row blocks and several vocabulary tiles of the shapes used here"""
+
+
+def tensors(rows=(2, 19), hidden_size=24, vocabulary=301, dtype=torch.float64, rank=0, ignored=3):
+    """Inputs with peaked rows and targets drawn from them; each requires a gradient."""
+    hidden = 2 * torch.randn(*rows, hidden_size, dtype=dtype)
+    weight = torch.randn(vocabulary, hidden_size, dtype=dtype) / hidden_size**0.5 * 2
+    probs = (hidden.double() @ weight.double().T).softmax(-1)
+    target = torch.multinomial(probs.reshape(-1, vocabulary), 1).view(rows)
+    if ignored:
+        target.view(-1)[:: target.numel() // ignored + 1] = -100
+    inputs = {"hidden": hidden, "weight": weight, "bias": torch.randn(vocabulary, dtype=dtype)}
+    if rank:
+        inputs["a"] = torch.randn(rank, hidden_size, dtype=dtype)
+        inputs["b"] = torch.randn(vocabulary, rank, dtype=dtype) / 4
+    return {name: value.requires_grad_() for name, value in inputs.items()}, target
+
+
+def run(function, inputs: dict[str, Tensor], target: Tensor, upstream, **options):
+    """The three results and the gradients of sum(upstream * results), by name."""
+    options = dict(options)
+    if "a" in inputs:
+        options["lora"] = (inputs["a"], inputs["b"], 0.5)
+    result = function(inputs["hidden"], inputs["weight"], target, bias=inputs.get("bias"), **options)
+    loss = sum((scale * value.double()).sum() for scale, value in zip(upstream, result, strict=True))
+    names = [name for name, value in inputs.items() if value.requires_grad]
+    grads = torch.autograd.grad(loss, [inputs[name] for name in names])
+    return dict(zip(RESULTS, result, strict=True)) | {f"d {n}": g for n, g in zip(names, grads, strict=True)}
+
+
+def upstream(target: Tensor, kinds="lpe"):
+    """Upstream gradients for (logprob, entropy, lse), zero for those not named in `kinds`."""
+    return [torch.randn(target.shape, dtype=torch.float64) * (kind in kinds) for kind in "lep"]
+
+
+def option_cases():
+    """Every pair of values of two options occurs in some case."""
+    temperatures, caps, scales, ranks, kinds = (1.0, 0.7, "row"), (None, 4.0), (1.0, 1.7), (0, 3), ("l", "lpe", "e")
+    cases = list(itertools.product(temperatures, caps, scales, ranks, kinds))
+    wanted = {(i, a, j, b) for case in cases for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
+    chosen = []
+    while wanted:
+        pairs = lambda case: {(i, a, j, b) for i, a in enumerate(case) for j, b in enumerate(case) if i < j}
+        best = max(cases, key=lambda case: len(wanted & pairs(case)))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+def options_of(temperature, softcap, scale, target, dtype):
+    if temperature == "row":
+        temperature = torch.rand(target.shape, dtype=dtype) + 0.5
+    return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
