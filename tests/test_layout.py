@@ -133,8 +133,8 @@ def tree_in_readme() -> set[str]:
 
 
 def test_the_readme_lists_what_is_there():
-    listed = tree_in_readme()
-    here = {path for path in listed if path in tracked() or any(file.startswith(path) for file in tracked())}
+    files, listed = tracked(), tree_in_readme()
+    here = {path for path in listed if path in files or any(file.startswith(path) for file in files)}
     assert not listed - here, f"in the README's map, not in the tree: {sorted(listed - here)}"
 
 
