@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from amir.config import ConfigError, RunConfig
+from amir.config import ConfigError, RunConfig, recipe_names
 from amir.metrics import METRICS
 from amir.optim import learning_rate, make_optimizer
 from amir.rundir import RunDirectory, choose_output_dir
@@ -258,6 +258,14 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
         assert words in done.stderr
         assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_lists_recipes_and_says_what_the_machine_can_do(tmp_path) -> None:
+    listed = python("-m", "amir", "recipes", cwd=tmp_path)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == recipe_names()
+    found = python("-m", "amir", "doctor", cwd=tmp_path)
+    assert f"torch {torch.__version__}" in found.stdout
+    assert ("\nno GPU: " in found.stdout) != torch.cuda.is_available()
 
 
 def test_a_dry_run_prints_the_resolved_config_and_loads_no_torch(tmp_path) -> None:
