@@ -1,4 +1,4 @@
-"""Which causal language models the head ops serve, and with which arguments; found by looking, without importing any."""
+"""Which causal language models the head ops serve, and with which arguments; found by looking, importing none."""
 
 from dataclasses import dataclass
 from typing import Any
