@@ -1,0 +1,428 @@
+"""A whole training step beside TRL's GRPOTrainer on a CPU: sampling, rewards, forward, backward, optimizer.
+
+`trl` and `amir` do the same work: plain GRPO (dapo's token mean, no KL) on the same weights, prompts, rewards and
+micro-batch. `amir-pairs` adds the pair term and its reference log-probs; `trl-checkpointing` is `trl` with gradient
+checkpointing, TRL's default. Each measurement has a process of its own, since peak memory is a process's, and the
+contenders take turns. A group whose rewards are all equal is dead: it has no gradient, and amir leaves it out of the
+update where TRL computes zeros. How many there were stands in the case; `--random-rewards` makes them rare.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from amir.config import ArithmeticTask, LoraSettings, RunConfig
+from amir.reward import Correctness
+from amir.smollm2 import MODEL_NAME, smollm2_folder
+from amir.tasks import Example, arithmetic
+from machine import birth_certificate
+from rows import keep, timing
+
+CONTENDERS = ("trl", "trl-checkpointing", "amir", "amir-pairs")
+RIVAL = "trl"
+PROMPTS, GROUP, NEW_TOKENS, MICRO_BATCH = 4, 8, 24, 8
+LEARNING_RATE = 1e-5
+SEED = 0
+MAX_LENGTH_RATIO = 1.25
+"""Mean completion lengths further apart than this are not the same work."""
+QUIET_LOAD = 0.5
+TASK = ArithmeticTask(name="arithmetic", max_operand=9)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every measurement of a run shares."""
+
+    steps: int
+    threads: int
+    random_rewards: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion."""
+
+    question: str
+    reward: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process's timed steps; the warm-up step is in none of the lists."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    sampling_seconds: list[float]
+    peak_memory_mb: float
+    completions: list[list[Completion]]  # a list a step, each prompt's completions side by side
+
+    def flat(self) -> list[Completion]:
+        """The completions of all steps."""
+        return [completion for step in self.completions for completion in step]
+
+
+def main() -> int:
+    """Measures the contenders in turns, prints and keeps a row of each; returns 2 where TRL is missing."""
+    options = parse_arguments()
+    if any(contender.startswith("trl") for contender in options.contenders) and importlib.util.find_spec("trl") is None:
+        print("bench_step: TRL is not installed: pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
+        return 2
+    settings = Settings(options.steps, options.threads, options.random_rewards)
+    prepare_environment(settings)
+    console = Console()
+    measured: dict[str, list[Measurement]] = {contender: [] for contender in options.contenders}
+    for turn in range(options.rounds):
+        for contender in options.contenders:
+            measured[contender].append(measure_apart(contender, settings))
+            latest = measured[contender][-1]
+            spent = ", ".join(f"{s:.1f} ({c:.1f})" for s, c in zip(latest.seconds, latest.cpu_seconds, strict=True))
+            console.print(f"round {turn + 1}, {contender}: {spent} seconds (CPU seconds) a step")
+    refuse_other_work(measured)
+    rows = make_rows(measured, settings)
+    console.print(printed(rows, measured))
+    if options.keep:
+        certificate = birth_certificate()
+        for row in rows:
+            path = keep(row | certificate)
+        console.print(f"kept in {path}")
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each contender")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a process, after one warm-up step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--random-rewards", action="store_true", help="0 or 1 by lot: hardly a group is dead")
+    parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
+    return parser.parse_args(arguments)
+
+
+def prepare_environment(settings: Settings) -> None:
+    """Same threads and no network for every process started from here; says where the machine is not quiet."""
+    os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    torch.set_num_threads(settings.threads)
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD:
+        print(f"bench_step: the load is {load:.1f}: something else is running, the times will not count")
+
+
+def measure_apart(contender: str, settings: Settings) -> Measurement:
+    """`measure` in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure, contender, settings).result()
+
+
+def measure(contender: str, settings: Settings) -> Measurement:
+    """One warm-up step and the timed ones of a contender, in this process."""
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(settings.threads)
+    run = run_trl if contender.startswith("trl") else run_amir
+    with tempfile.TemporaryDirectory() as folder:
+        return run(contender, settings, Path(folder))
+
+
+class Laps:
+    """Wall and CPU seconds between the ends of consecutive steps, and the memory gained since the model was loaded."""
+
+    def __init__(self) -> None:
+        self._resident = psutil.Process().memory_info().rss
+        self._ends: list[tuple[float, float]] = []
+
+    def end_step(self) -> None:
+        """To be called at the end of every step, the warm-up step included."""
+        self._ends.append((time.perf_counter(), time.process_time()))
+
+    def measurement(self, sampling_seconds: list[float], completions: list[list[Completion]]) -> Measurement:
+        """What was measured; the arguments hold an item for every step, the warm-up step included."""
+        wall, cpu = ([b - a for a, b in pairwise(ends)] for ends in zip(*self._ends, strict=True))
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return Measurement(wall, cpu, sampling_seconds[1:], (peak - self._resident) / 1e6, completions[1:])
+
+
+def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
+    """TRL's GRPOTrainer."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    config = trl_config(contender, settings, folder)
+    model, tokenizer = load_model()
+    laps = Laps()
+    sampled: list[list[Completion]] = []
+    sampling_seconds: list[float] = []
+    began = 0.0
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            laps.end_step()
+
+    def reward(prompts: Any, completions: Any, completion_ids: Any, answer: list[str], **_: Any) -> list[float]:
+        rewards = grade([messages[-1]["content"] for messages in completions], answer)
+        fields = zip(prompts, rewards, completion_ids, strict=True)
+        sampled.append([Completion(messages[-1]["content"], r, len(ids)) for messages, r, ids in fields])
+        sampling_seconds.append(time.perf_counter() - began)
+        return rewards
+
+    with make_grader(settings) as grade:
+        GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(
+                [{"prompt": [{"role": "user", "content": e.question}], "answer": e.answer} for e in examples(settings)]
+            ),
+            peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+            callbacks=[Steps()],
+        ).train()
+    return laps.measurement(sampling_seconds, sampled)
+
+
+def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
+    """TRL's settings, with everything off that is optional and costs time."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=contender == "trl-checkpointing",
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        loss_type="dapo",
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_steps=1 + settings.steps,
+        shuffle_dataset=False,
+        seed=SEED,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
+    """Our trainer."""
+    from amir.model import wrap_policy
+    from amir.rundir import RunDirectory
+    from amir.tasks import Task
+    from amir.trainer import Prompt, Trainer, prompt_ids
+
+    class InOrder(Trainer):
+        """Takes the prompts as they stand, as TRL does with `shuffle_dataset=False`."""
+
+        def _examples_of(self, step: int) -> list[Prompt]:
+            return self.prompts[(step - 1) * PROMPTS : step * PROMPTS]
+
+    class Steps:
+        """A display that shows nothing."""
+
+        def begin(self, finished_steps: int) -> None:
+            pass
+
+        def step(self, metrics: dict[str, Any]) -> None:
+            laps.end_step()
+            sampling_seconds.append(metrics["rollout_seconds"])
+
+        def say(self, text: str) -> None:
+            print(text)
+
+    model, tokenizer = load_model()
+    laps = Laps()
+    sampling_seconds: list[float] = []
+    task = Task(examples(settings), [])
+    config = amir_config(contender, settings, folder)
+    longest = max(len(prompt_ids(tokenizer, example.question, config)) for example in task.train)
+    config = config.model_copy(update={"micro_batch_tokens": MICRO_BATCH * (longest + NEW_TOKENS)})
+    directory = RunDirectory(folder / "run", config, resume=False)
+    trainer = InOrder(config, wrap_policy(model, tokenizer, config), task, directory, Steps())
+    trainer.grader = make_grader(settings)
+    trainer.train()
+    directory.close()
+    return laps.measurement(sampling_seconds, recorded_completions(directory.path))
+
+
+def amir_config(contender: str, settings: Settings, folder: Path) -> RunConfig:
+    """Our settings, with those of `trl_config`."""
+    return RunConfig(
+        model=MODEL_NAME,
+        device="cpu",
+        dtype="float32",
+        lora=LoraSettings(r=16, alpha=16),
+        task=TASK,
+        prompts_per_step=PROMPTS,
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        loss_type="dapo",
+        lambda_reg=0.01 if contender == "amir-pairs" else 0.0,
+        learning_rate=LEARNING_RATE,
+        max_steps=1 + settings.steps,
+        save_steps=1 + settings.steps,
+        output_dir=str(folder / "run"),
+        seed=SEED,
+    )
+
+
+def recorded_completions(run: Path) -> list[list[Completion]]:
+    """What a run's folder holds of each step's completions."""
+    files = sorted((run / "completions").glob("step-*.jsonl"))
+    steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [[Completion(row["question"], row["reward"], row["tokens"]) for row in step] for step in steps]
+
+
+def load_model() -> tuple[Any, Any]:
+    """The model in float32 and its tokenizer, the same for every contender."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
+
+
+def examples(settings: Settings) -> list[Example]:
+    """One-digit additions for the warm-up step and the timed ones, in a fixed order."""
+    return random.Random(SEED).sample(arithmetic.load(TASK).train, PROMPTS * (1 + settings.steps))
+
+
+class Lots(Correctness):
+    """Rewards of 0 or 1 by lot, the same lots in every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(SEED)
+
+    def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
+        """A reward for each completion, whatever it says."""
+        return [float(self._random.random() < 0.5) for _ in completions]
+
+
+def make_grader(settings: Settings) -> Correctness:
+    """1 where the last number is right, or lots."""
+    return Lots() if settings.random_rewards else Correctness()
+
+
+def refuse_other_work(measured: dict[str, list[Measurement]]) -> None:
+    """Raises ValueError where contenders did not do the same work: other questions, or lengths too far apart."""
+    questions = {name: [[c.question for c in m.flat()] for m in ms] for name, ms in measured.items()}
+    lengths = {name: mean_tokens(ms) for name, ms in measured.items()}
+    first, *others = measured
+    for name in others:
+        if questions[name] != questions[first]:
+            raise ValueError(f"{name} and {first} did not answer the same questions equally often")
+        if max(lengths[name], lengths[first]) > MAX_LENGTH_RATIO * min(lengths[name], lengths[first]):
+            raise ValueError(
+                f"mean tokens of a completion: {lengths[name]:.1f} for {name}, {lengths[first]:.1f} for {first}; "
+                f"expected within a factor of {MAX_LENGTH_RATIO}"
+            )
+
+
+def mean_tokens(measurements: list[Measurement]) -> float:
+    """Mean tokens of a completion."""
+    return statistics.fmean(c.tokens for m in measurements for c in m.flat())
+
+
+def dead_groups(measurements: list[Measurement]) -> tuple[int, int]:
+    """How many groups have equal rewards throughout, and how many groups there are."""
+    completions = [c for m in measurements for c in m.flat()]
+    groups = [completions[i : i + GROUP] for i in range(0, len(completions), GROUP)]
+    return sum(len({c.reward for c in group}) == 1 for group in groups), len(groups)
+
+
+def make_rows(measured: dict[str, list[Measurement]], settings: Settings) -> list[dict[str, Any]]:
+    """A row of each contender, without its birth certificate."""
+    times = {name: timing([s for m in ms for s in m.seconds]) for name, ms in measured.items()}
+    rows = []
+    for name, measurements in measured.items():
+        compared = name != RIVAL and RIVAL in times
+        rows.append(
+            {
+                "bench": "step",
+                "contender": name,
+                "case": case(measurements, settings),
+                "seconds": times[name],
+                "peak_memory_mb": round(max(m.peak_memory_mb for m in measurements), 1),
+                "ratio_to": RIVAL if compared else None,
+                "ratio": times[name]["median"] / times[RIVAL]["median"] if compared else None,
+            }
+        )
+    return rows
+
+
+def case(measurements: list[Measurement], settings: Settings) -> str:
+    """What was done, in words."""
+    dead, groups = dead_groups(measurements)
+    rewards = "rewards by lot" if settings.random_rewards else "reward: last number right"
+    return (
+        f"SmolLM2-135M float32, LoRA r 16, {PROMPTS} x {GROUP} completions of up to {NEW_TOKENS} tokens (mean "
+        f"{mean_tokens(measurements):.1f}), micro-batch {MICRO_BATCH}, {rewards}, {dead} of {groups} groups dead"
+    )
+
+
+def printed(rows: list[dict[str, Any]], measured: dict[str, list[Measurement]]) -> Table:
+    """The rows as a table, with parts that they do not hold."""
+    table = Table(
+        "contender", "step s", "min to max", "n", "of trl", "CPU s", "sampling s", "rest s", "peak MB", "of trl"
+    )
+    memory = {row["contender"]: row["peak_memory_mb"] for row in rows}
+    for row in rows:
+        name, seconds = row["contender"], row["seconds"]
+        sampling = statistics.median(s for m in measured[name] for s in m.sampling_seconds)
+        table.add_row(
+            name,
+            f"{seconds['median']:.2f}",
+            f"{seconds['min']:.2f} to {seconds['max']:.2f}",
+            str(seconds["n"]),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            f"{statistics.median(s for m in measured[name] for s in m.cpu_seconds):.2f}",
+            f"{sampling:.2f}",
+            f"{seconds['median'] - sampling:.2f}",
+            f"{memory[name]:,.0f}",
+            "" if row["ratio"] is None else f"{memory[name] / memory[RIVAL]:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
