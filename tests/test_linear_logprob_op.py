@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from amir_kernels import linear_logprob, linear_logprob_entropy
+from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
+from amir_kernels._linear_torch import choose_blocks
+from amir_kernels.linear_logprob import _backward, _forward
 from head_cases import SMALL, run, tensors, upstream
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
@@ -121,3 +127,89 @@ def test_fake_and_meta_tensors():
         torch.empty(4, 8, device="meta"), torch.empty(9, 8, device="meta"), torch.empty(4, dtype=int, device="meta")
     )
     assert (meta.shape, meta.device.type, meta.dtype) == ((4,), "meta", torch.float32)
+
+
+# ---- scratch -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    vocabulary=st.integers(1, 300_000),
+    depth=st.integers(1, 9000),
+    budgets=st.tuples(st.integers(1, 2**30), st.integers(1, 2**30)),
+    itemsize=st.sampled_from([4, 8]),
+    converted=st.booleans(),
+)
+def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, converted):
+    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, converted) for budget in sorted(budgets))
+    assert small.rows >= 16
+    assert small.columns >= 16
+    assert small.pass_rows >= 16
+    assert large.rows >= small.rows
+    assert large.columns >= small.columns
+    assert small.columns <= max(16, -(-vocabulary // 16) * 16)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive after any torch call, of storages allocated while this is on."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.given:
+                    self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {at: entry for at, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("workspace", [2**20, 2**22])
+def test_scratch_stays_within_the_workspace(dtype, trained, workspace):
+    """Measured at every torch call; 100 bytes a row are allowed for the O(N) numbers."""
+    rows = 1000
+    hidden, weight = torch.randn(rows, 48).to(dtype), torch.randn(3001, 48).to(dtype)
+    target = torch.randint(0, 3001, (rows,))
+    call = (
+        hidden,
+        weight,
+        target,
+        None,
+        torch.tensor(0.7),
+        5.0,
+        1.0,
+        None,
+        None,
+        1.0,
+        -100,
+        dtype,
+        workspace,
+        False,
+        "",
+    )
+    with torch.no_grad(), LiveBytes(hidden, weight, target) as forward:
+        logprob, entropy, lse, shift, total = _forward(*call, True)
+    stats = (logprob, entropy, shift, total)
+    with torch.no_grad(), LiveBytes(hidden, weight, target, lse, *stats) as backward:
+        grads = _backward(logprob, entropy, None, *stats, *call, [True, trained, False, False, False])
+    scratch = workspace_of(hidden, weight, workspace_bytes=workspace)
+    assert scratch <= workspace
+    assert forward.peak <= scratch + 100 * rows
+    assert backward.peak - sum(grad.nbytes for grad in grads) <= scratch + 100 * rows
+
+
+def test_scratch_does_not_grow_with_the_tokens():
+    weight = torch.empty(50_000, 64, device="meta")
+    sizes = {
+        workspace_of(torch.empty(rows, 64, device="meta"), weight, workspace_bytes=2**22)
+        for rows in (512, 2**14, 2**20)
+    }
+    assert len(sizes) == 1

@@ -74,10 +74,11 @@ class Head:
 
 
 class Blocks(NamedTuple):
-    """Rows of a block and columns of a tile."""
+    """Rows of a block, columns of a tile, and rows of a tile that the elementwise work takes at a time."""
 
     rows: int
     columns: int
+    pass_rows: int
 
     def columns_of(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(c, min(c + self.columns, vocabulary)) for c in range(0, vocabulary, self.columns)]
@@ -97,29 +98,43 @@ def default_workspace(device: torch.device) -> int:
     return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES_GPU)
 
 
-def choose_blocks(
-    vocabulary: int, hidden_size: int, rank: int, workspace: int, itemsize: int, converted: bool
-) -> Blocks:
+def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, converted: bool) -> Blocks:
     """The largest blocks whose scratch fits `workspace` bytes; at least 16 x 16. Does not depend on the number of rows.
 
-    Half goes to what grows with the columns alone (weight tiles in another dtype, where `converted`), half to the rows.
+    `depth` is H + r. A quarter is for elementwise work, another for weight tiles in a second dtype where `converted`,
+    the rest for the rows. Rows and columns each grow with the workspace, or stay.
     """
     widest = min(MAX_COLUMNS, _round_up(vocabulary, ROW_MULTIPLE))
-    per_column = itemsize * (3 * (hidden_size + rank) if converted else 0)
+    per_column = itemsize * max(3 * ROW_MULTIPLE, 3 * depth if converted else 0)
     columns = widest
-    while columns > ROW_MULTIPLE and columns * (per_column + 3 * ROW_MULTIPLE * itemsize) > workspace // 2:
+    while columns > ROW_MULTIPLE and columns * per_column > workspace // 4:
         columns = max(ROW_MULTIPLE, _round_up(columns // 2, ROW_MULTIPLE))
-    per_row = itemsize * (widest + 4 * (hidden_size + rank))
-    spent = workspace // 2 if converted else min(workspace // 2, 2 * PASS_BYTES)
-    rows = (workspace - spent) // (per_row * ROW_MULTIPLE) * ROW_MULTIPLE
-    return Blocks(max(rows, ROW_MULTIPLE), columns)
+    for_rows = workspace - workspace // 4 * (2 if converted else 1)
+    rows = for_rows // (itemsize * (widest + 3 * depth) * ROW_MULTIPLE) * ROW_MULTIPLE
+    pass_rows = min(PASS_BYTES, workspace // 8) // (columns * itemsize * ROW_MULTIPLE) * ROW_MULTIPLE
+    return Blocks(max(rows, ROW_MULTIPLE), columns, max(pass_rows, ROW_MULTIPLE))
+
+
+def _converted(head: Head) -> bool:
+    """Whether weight tiles exist a second time in another dtype, or their gradients in float32 beside it."""
+    return head.weight.dtype not in (head.operand, head.accumulate) or head.operand != head.accumulate
 
 
 def blocks_of(head: Head, workspace: int) -> Blocks:
     vocabulary, hidden_size = head.weight.shape
-    converted = head.weight.dtype != head.operand or head.weight.dtype != head.accumulate
-    rank = head.lora.a.shape[0] if head.lora else 0
-    return choose_blocks(vocabulary, hidden_size, rank, workspace, head.accumulate.itemsize, converted)
+    depth = hidden_size + (head.lora.a.shape[0] if head.lora else 0)
+    return choose_blocks(vocabulary, depth, workspace, head.accumulate.itemsize, _converted(head))
+
+
+def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
+    """Bound on the scratch of a call with so many rows, forward and backward."""
+    blocks = blocks_of(head, workspace)
+    depth = head.weight.shape[1] + (head.lora.a.shape[0] if head.lora else 0)
+    tall = min(blocks.rows, _round_up(rows, ROW_MULTIPLE))
+    numbers = tall * (blocks.columns + 3 * depth) + 2 * min(blocks.pass_rows, tall) * blocks.columns
+    if _converted(head):
+        numbers += 3 * blocks.columns * depth
+    return numbers * head.accumulate.itemsize
 
 
 @contextlib.contextmanager
@@ -199,10 +214,12 @@ class Ranges(NamedTuple):
 
     rows: list[tuple[int, int]]
     columns: list[tuple[int, int]]
+    pass_rows: int
 
     @classmethod
-    def of(cls, head: Head, blocks: Blocks, rows: int) -> "Ranges":
-        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]))
+    def of(cls, head: Head, workspace: int, rows: int) -> "Ranges":
+        blocks = blocks_of(head, workspace)
+        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]), blocks.pass_rows)
 
     @property
     def tallest(self) -> int:
@@ -218,8 +235,7 @@ class Tiles:
 
     def __init__(self, head: Head, ranges: Ranges) -> None:
         self.head = head
-        fitting = PASS_BYTES // (ranges.widest * head.accumulate.itemsize)
-        self.pass_rows = min(max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE, ranges.tallest)
+        self.pass_rows = min(ranges.pass_rows, ranges.tallest)
         like = torch.empty(0, dtype=head.accumulate, device=head.weight.device)
         self._tile = like.new_empty(ranges.tallest * ranges.widest)
         self._spare = like.new_empty(2, self.pass_rows * ranges.widest)
@@ -319,7 +335,7 @@ def row_stats(
     with_entropy: bool,
 ) -> RowStats:
     """Statistics `[n]` of the rows at `index`."""
-    ranges = Ranges.of(head, blocks_of(head, workspace), index.shape[0])
+    ranges = Ranges.of(head, workspace, index.shape[0])
     tiles = Tiles(head, ranges)
     result = empty_stats(index.shape[0], hidden, head.accumulate, with_entropy)
     for first, last in ranges.rows:
@@ -463,7 +479,7 @@ class _Sweep:
     ) -> None:
         self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
         self.index, self.slopes, self.unit, self.wanted = index, slopes, unit, wanted
-        self.ranges = Ranges.of(head, blocks_of(head, workspace), index.shape[0])
+        self.ranges = Ranges.of(head, workspace, index.shape[0])
         self.form = make_form(head, self.ranges)
         self.grad_hidden = self.grad_a = None
         if wanted.hidden:

@@ -22,7 +22,6 @@ from ._linear_torch import (
     RowBlock,
     RowStats,
     Slopes,
-    blocks_of,
     empty_stats,
     row_block,
 )
@@ -293,7 +292,7 @@ def triton_row_stats(
     splits, each = splits_of(vocabulary, config)
     weight = head.weight.contiguous()
     result = empty_stats(index.shape[0], hidden, torch.float32, with_entropy)
-    for first, last in Ranges.of(head, blocks_of(head, workspace), index.shape[0]).rows:
+    for first, last in Ranges.of(head, workspace, index.shape[0]).rows:
         block = row_block(head, hidden, target, temperature, index[first:last])
         rows = block.padded
         partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=hidden.device)

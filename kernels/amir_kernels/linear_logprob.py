@@ -25,6 +25,7 @@ from ._linear_torch import (
     head_grads,
     row_slopes,
     row_stats,
+    scratch_bytes,
     torch_dlogits,
 )
 from ._vocabulary_group import Shard
@@ -501,7 +502,14 @@ def workspace_of(
     *,
     lora: tuple[Tensor, Tensor, float] | None = None,
     workspace_bytes: int | None = None,
-    backend: str = "auto",
 ) -> int:
-    """Bytes of scratch that a call with these tensors would hold at its peak."""
-    raise NotImplementedError("workspace_of")
+    """Bound in bytes on the scratch of a call with these tensors (meta and fake ones will do), forward or backward.
+
+    Scratch is what a call allocates beyond its inputs, its results, the gradients it returns and O(N) numbers. With
+    `process_group`, the gradient of hidden is summed in float32: 4 N H bytes more where hidden has 16 bits.
+    """
+    _check_weight(weight)
+    pair = None if lora is None else Lora(*lora)
+    head = Head(weight, None, pair, None, 1.0, _product_dtype(hidden, weight))
+    workspace = default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes
+    return scratch_bytes(head, hidden.shape[:-1].numel(), workspace)
