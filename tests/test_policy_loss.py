@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from amir_kernels import OBJECTIVES, Objective, amir_loss, policy_loss, reference
 from token_batches import CLIPS, DR_GRPO, batch, compare, fixture, named, pack
@@ -353,6 +354,20 @@ def test_compiles_as_one_graph(name):
     torch._dynamo.reset()
     got = torch.compile(loss, backend="aot_eager", fullgraph=True)(logprobs)
     compare(got, loss(logprobs), inputs | {"logprobs": logprobs}, 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_shapes_do_not_recompile(packed):
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **inputs: amir_loss(**inputs, group=2), backend=counter, fullgraph=True)
+    for rows, length in ((4, 5), (6, 7), (8, 3), (14, 9), (10, 4), (12, 12)):
+        inputs = batch(torch.float32, rows=rows, length=length) | {"rewards": torch.randn(rows)}
+        if packed:
+            inputs, _ = pack(inputs, torch.full((rows,), length))
+        got, expected = compiled(**inputs), amir_loss(**inputs, group=2)
+        assert abs(got.loss - expected.loss) < 1e-6
+    assert counter.frame_count <= 3  # the first shape, then any shape
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
