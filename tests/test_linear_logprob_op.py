@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
-from amir_kernels._linear_torch import choose_blocks
+from amir_kernels._linear_head import choose_blocks
 from amir_kernels.linear_logprob import _backward, _forward
 from head_cases import SMALL, run, tensors, upstream
 

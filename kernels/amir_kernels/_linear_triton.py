@@ -15,16 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._linear_torch import (
-    FormDlogits,
-    Head,
-    Ranges,
-    RowBlock,
-    RowStats,
-    Slopes,
-    empty_stats,
-    row_block,
-)
+from ._linear_backward import FormDlogits, Slopes
+from ._linear_head import Head, Ranges, RowBlock, row_block
+from ._linear_torch import RowStats, empty_stats
 from ._lse import DEEPEST, LOWEST, logits_tile, online_update
 
 

@@ -16,18 +16,9 @@ from torch import Tensor
 
 from ._checks import check_float, check_int64, check_positive, check_shape
 from ._launch import use_triton
-from ._linear_torch import (
-    Head,
-    Lora,
-    Wanted,
-    default_workspace,
-    exact_products,
-    head_grads,
-    row_slopes,
-    row_stats,
-    scratch_bytes,
-    torch_dlogits,
-)
+from ._linear_backward import Wanted, head_grads, row_slopes
+from ._linear_head import Head, Lora, default_workspace, exact_products, scratch_bytes
+from ._linear_torch import row_stats, torch_dlogits
 from ._vocabulary_group import Shard
 
 if TYPE_CHECKING:

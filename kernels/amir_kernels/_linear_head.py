@@ -1,0 +1,216 @@
+"""What a call of the head is made of: the head itself, its blocks of rows and tiles of vocabulary, and its products.
+
+Legend: N rows (tokens), R rows of a block, H hidden size, V vocabulary, C columns of a tile, r LoRA rank.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEFAULT_WORKSPACE_BYTES = {"cpu": 64 * 2**20}
+DEFAULT_WORKSPACE_BYTES_GPU = 256 * 2**20
+ROW_MULTIPLE = 16
+"""Row blocks are padded to this multiple: BLAS then computes a row the same way whatever the number of rows."""
+MAX_COLUMNS = 4096
+"""Columns of a vocabulary tile: fastest for the bare products on a CPU."""
+PASS_BYTES = 4 * 2**20
+"""Elementwise work goes over this much of a tile at a time: little enough for the cache, enough for two threads."""
+
+
+class Lora(NamedTuple):
+    """The head is weight + scaling * b @ a."""
+
+    a: Tensor
+    """[r, H]"""
+    b: Tensor
+    """[V, r]"""
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a call, as every tile needs it."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    lora: Lora | None
+    softcap: float | None
+    logit_scale: float
+    compute: torch.dtype
+    """of the products' inputs; they are rounded to it first"""
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """of the products' results, the statistics and the gradients under way"""
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    @property
+    def operand(self) -> torch.dtype:
+        """What the products are called with. A CPU has no 16-bit product with a float32 result: tiles are widened."""
+        return self.compute if self.weight.is_cuda else self.accumulate
+
+    def operands(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute).to(self.operand)
+
+
+class Blocks(NamedTuple):
+    """Rows of a block, columns of a tile, and rows of a tile that the elementwise work takes at a time."""
+
+    rows: int
+    columns: int
+    pass_rows: int
+
+    def columns_of(self, vocabulary: int) -> list[tuple[int, int]]:
+        return [(c, min(c + self.columns, vocabulary)) for c in range(0, vocabulary, self.columns)]
+
+    def rows_of(self, rows: int) -> list[tuple[int, int]]:
+        """Equal blocks, as few as `self.rows` allows."""
+        count = max(1, math.ceil(rows / self.rows))
+        step = round_up(math.ceil(rows / count), ROW_MULTIPLE)
+        return [(r, min(r + step, rows)) for r in range(0, rows, step)] if rows else []
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def default_workspace(device: torch.device) -> int:
+    return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES_GPU)
+
+
+def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, converted: bool) -> Blocks:
+    """The largest blocks whose scratch fits `workspace` bytes; at least 16 x 16. Does not depend on the number of rows.
+
+    `depth` is H + r. A quarter is for elementwise work, another for weight tiles in a second dtype where `converted`,
+    the rest for the rows. Rows and columns each grow with the workspace, or stay.
+    """
+    widest = min(MAX_COLUMNS, round_up(vocabulary, ROW_MULTIPLE))
+    per_column = itemsize * max(3 * ROW_MULTIPLE, 3 * depth if converted else 0)
+    columns = widest
+    while columns > ROW_MULTIPLE and columns * per_column > workspace // 4:
+        columns = max(ROW_MULTIPLE, round_up(columns // 2, ROW_MULTIPLE))
+    for_rows = workspace - workspace // 4 * (2 if converted else 1)
+    rows = for_rows // (itemsize * (widest + 3 * depth) * ROW_MULTIPLE) * ROW_MULTIPLE
+    pass_rows = min(PASS_BYTES, workspace // 8) // (columns * itemsize * ROW_MULTIPLE) * ROW_MULTIPLE
+    return Blocks(max(rows, ROW_MULTIPLE), columns, max(pass_rows, ROW_MULTIPLE))
+
+
+def _converted(head: Head) -> bool:
+    """Whether weight tiles exist a second time in another dtype, or their gradients in float32 beside it."""
+    return head.weight.dtype not in (head.operand, head.accumulate) or head.operand != head.accumulate
+
+
+def blocks_of(head: Head, workspace: int) -> Blocks:
+    vocabulary, hidden_size = head.weight.shape
+    depth = hidden_size + (head.lora.a.shape[0] if head.lora else 0)
+    return choose_blocks(vocabulary, depth, workspace, head.accumulate.itemsize, _converted(head))
+
+
+def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
+    """Bound on the scratch of a call with so many rows, forward and backward."""
+    blocks = blocks_of(head, workspace)
+    depth = head.weight.shape[1] + (head.lora.a.shape[0] if head.lora else 0)
+    tall = min(blocks.rows, round_up(rows, ROW_MULTIPLE))
+    numbers = tall * (blocks.columns + 3 * depth) + 2 * min(blocks.pass_rows, tall) * blocks.columns
+    if _converted(head):
+        numbers += 3 * blocks.columns * depth
+    return numbers * head.accumulate.itemsize
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Float32 products in float32 (no TF32, no bfloat16) and no autocast inside the op, whatever is set outside."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        if precision != "highest":
+            torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[..., H]` by flat position, without the flattened copy that a non-contiguous tensor would need."""
+    if tensor.dim() == 2:
+        return tensor.index_select(0, index)
+    return tensor[torch.unravel_index(index, tensor.shape[:-1])]
+
+
+def pad_rows(values: Tensor, rows: int, fill: float) -> Tensor:
+    out = values.new_full((rows,), fill)
+    out[: values.shape[0]] = values
+    return out
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class RowBlock(NamedTuple):
+    """Some live rows, padded to a multiple of 16 with rows that give zeros."""
+
+    positions: Tensor
+    """int64, among the call's rows"""
+    hidden: Tensor
+    """[R, H], operands"""
+    low_rank: Tensor
+    """scaling * hidden @ a.T `[R, r]`, float32: too small a product to be worth rounding for; r = 0 without LoRA"""
+    target: Tensor
+    temperature: Tensor | float
+
+    @property
+    def padded(self) -> int:
+        return self.hidden.shape[0]
+
+
+def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor) -> RowBlock:
+    rows = round_up(index.shape[0], ROW_MULTIPLE)
+    block = torch.zeros(rows, hidden.shape[-1], dtype=head.operand, device=hidden.device)
+    block[: index.shape[0]] = head.operands(gather_rows(hidden, index))
+    rank = head.lora.a.shape[0] if head.lora else 0
+    low_rank = torch.empty(rows, rank, dtype=head.accumulate, device=hidden.device)
+    if head.lora:
+        product(block.to(head.accumulate), head.lora.a.to(head.accumulate).T, low_rank)
+        low_rank.mul_(head.lora.scaling)
+    if isinstance(temperature, Tensor):
+        temperature = pad_rows(temperature.reshape(-1)[index].to(head.accumulate), rows, 1.0)
+    return RowBlock(index, block, low_rank, pad_rows(target.reshape(-1)[index], rows, -1), temperature)
+
+
+class Ranges(NamedTuple):
+    """The row blocks and vocabulary tiles of a call."""
+
+    rows: list[tuple[int, int]]
+    columns: list[tuple[int, int]]
+    pass_rows: int
+
+    @classmethod
+    def of(cls, head: Head, workspace: int, rows: int) -> "Ranges":
+        blocks = blocks_of(head, workspace)
+        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]), blocks.pass_rows)
+
+    @property
+    def tallest(self) -> int:
+        return max((round_up(stop - start, ROW_MULTIPLE) for start, stop in self.rows), default=0)
+
+    @property
+    def widest(self) -> int:
+        return max(round_up(stop - start, ROW_MULTIPLE) for start, stop in self.columns)
