@@ -309,8 +309,9 @@ def registers_and_spills(kernel, pointers, constants):
     return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
 
 advantage = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
-sums = {"scores": "*fp32", "rewards": "*fp64", "starts": "*i64", "ends": "*i64", "losses": "*fp32", "grads": "*fp32",
-        "chosen": "*i64", "rejected": "*i64", "correct": "*i64", "logits": "*fp32", "rows": "i32", "beta": "fp32"}
+sums = {"scores": "*fp32", "rewards": "*fp64", "losses": "*fp32", "grads": "*fp32", "logits": "*fp32", "rows": "i32",
+        "beta": "fp32", "max_pairs": "i32"}
+sums |= dict.fromkeys(("starts", "ends", "cap_bits", "cap_ranks", "chosen", "rejected", "correct"), "*i64")
 found = {}
 for block in (8, 1024):
     constants = {"EPS": 1e-4, "BASELINE": "leave_one_out", "SCALE": "std", "UNBIASED": True, "BLOCK": block}
@@ -318,7 +319,10 @@ for block in (8, 1024):
 for topk in (False, True):
     constants = {"MARGIN": 0.5, "ROUNDING": 4 * 2.0**-23, "TOPK": topk,
                  "ROWS": kernels.ROW_BLOCK, "COLUMNS": kernels.COLUMN_BLOCK}
-    found[f"pairs topk={topk}"] = registers_and_spills(kernels._pair_row_sums_kernel, sums, constants)
+    found[f"cap topk={topk}"] = registers_and_spills(kernels._pair_cap_kernel, sums, constants)
+    for capped in (False, True):
+        name = f"pairs topk={topk} capped={capped}"
+        found[name] = registers_and_spills(kernels._pair_row_sums_kernel, sums, constants | {"CAPPED": capped})
 print(json.dumps(found))
 """
 

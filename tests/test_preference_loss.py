@@ -115,8 +115,8 @@ OPTIONS = [
 def test_equals_reference(layout, backend):
     scores, rewards, group = layouts()[layout]
     for options in OPTIONS:
-        if backend == "triton" and "max_pairs_per_group" in options:
-            continue
+        if backend == "triton" and "max_pairs_per_group" in options and len(scores) > 8:
+            continue  # bisection takes minutes in the interpreter; the next test has small groups of every kind
         expected = reference.preference_loss(scores.double(), rewards, group, **options)
         got = preference_loss(scores, rewards, group, backend=backend, **options)
         assert got.pairs == expected.pairs
@@ -126,6 +126,20 @@ def test_equals_reference(layout, backend):
         weights = preference_weights(scores, rewards, group, backend=backend, **options)
         exact = reference.preference_weights(scores.double(), rewards, group, **options)
         assert rejects(weights, exact) is None, options
+
+
+def test_triton_cap_equals_reference():
+    # shuffled groups of 1, 2, 4 and 20 rows, of which the last spans two column blocks; ties at every gap
+    ids = torch.repeat_interleave(torch.tensor([3, 1, 0, 9]), torch.tensor([1, 2, 4, 20]))[torch.randperm(27)]
+    scores, rewards = torch.randn(27), torch.randint(0, 4, (27,)) / 2
+    rewards[ids == 0] = torch.tensor([1.0, NAN, 1.0, 0.0])
+    for options in (
+        {"max_pairs_per_group": 2},
+        {"max_pairs_per_group": 40, "reward_margin": 0.5},
+        {"max_pairs_per_group": 7, "pair_mining": "topk", "reduction": "group_mean"},
+    ):
+        exact = reference.preference_weights(scores.double(), rewards, ids, **options)
+        assert rejects(preference_weights(scores, rewards, ids, backend="triton", **options), exact) is None, options
 
 
 def rejects(weights, exact):
@@ -211,6 +225,7 @@ def test_no_rows():
     assert scores.grad.shape == (0,)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, under the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_that_do_not_count_never_leak(backend):
     scores, rewards, group = layouts()["equal groups"]
@@ -377,7 +392,6 @@ def test_compiles_as_one_graph(ids):
         ((torch.ones(4), torch.ones(4), 2), {"valid": torch.ones(4)}, "valid must be bool"),
         ((torch.ones(4), torch.ones(4), 2), {"valid": torch.ones(3, dtype=torch.bool)}, "valid must have shape"),
         ((torch.ones(4).double(), torch.ones(4), 2), {"backend": "triton"}, "float64"),
-        ((torch.ones(4), torch.ones(4), 2), {"backend": "triton", "max_pairs_per_group": 2}, "max_pairs_per_group"),
     ],
 )
 def test_refusals(arguments, options, message):

@@ -12,7 +12,7 @@ from ._groups import Segments
 
 MAX_GROUP_BLOCK = 1024
 ROW_BLOCK = 32
-COLUMN_BLOCK = 32
+COLUMN_BLOCK = 16
 
 
 @triton.jit
@@ -94,6 +94,124 @@ def group_advantages(
 
 
 @triton.jit
+def _wins(reward_i, reward_j, MARGIN: tl.constexpr, ROUNDING: tl.constexpr):
+    """The pair rule."""
+    noise = ROUNDING * tl.maximum(tl.maximum(tl.abs(reward_i), tl.abs(reward_j)), 1.0)
+    return reward_i - reward_j - MARGIN > noise
+
+
+@triton.jit
+def _best_row(rewards, start, end, first, last, rows, COLUMNS: tl.constexpr):
+    """Of [start, end), `[ROWS, 1]` each: the row of the highest reward, the first on ties; -1 where none has one."""
+    best = tl.max(start * 0 - 1, axis=1)
+    highest = tl.max(start.to(tl.float64) * 0 + float("-inf"), axis=1)
+    for column in range(first, last, COLUMNS):
+        j = (column + tl.arange(0, COLUMNS))[None, :]
+        reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
+        eligible = (j >= start) & (j < end) & _known(reward_j)
+        reward_j = tl.where(eligible, reward_j, float("-inf"))
+        here = tl.max(reward_j, axis=1)
+        place = tl.min(tl.where(eligible & (reward_j == here[:, None]), j, rows), axis=1)
+        best = tl.where(here > highest, place, best)
+        highest = tl.maximum(highest, here)
+    return best
+
+
+@triton.jit
+def _count_pairs(
+    rewards,
+    start,
+    end,
+    best,
+    bits,
+    rank,
+    MARGIN: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Pairs of the group [start, end) with a gap above `bits` (a float64's), and those at `bits` up to `rank`."""
+    above = start * 0
+    upto = start * 0
+    for row in range(start, end, ROWS):
+        i = (row + tl.arange(0, ROWS))[:, None]
+        reward_i = tl.load(rewards + i, mask=i < end, other=float("nan"))
+        for column in range(start, end, COLUMNS):
+            j = (column + tl.arange(0, COLUMNS))[None, :]
+            reward_j = tl.load(rewards + j, mask=j < end, other=float("nan"))
+            over = _wins(reward_i, reward_j, MARGIN, ROUNDING)
+            if TOPK:
+                over = over & (i == best)
+            gap_bits = (reward_i - reward_j).to(tl.int64, bitcast=True)
+            at = over & (gap_bits == bits) & ((i - start) * (end - start) + (j - start) <= rank)
+            above += tl.sum(tl.sum((over & (gap_bits > bits)).to(tl.int64), axis=1), axis=0)
+            upto += tl.sum(tl.sum(at.to(tl.int64), axis=1), axis=0)
+    return above, upto
+
+
+@triton.jit
+def _pair_cap_kernel(
+    rewards,
+    starts,
+    ends,
+    cap_bits,
+    cap_ranks,
+    rows,
+    max_pairs,
+    MARGIN: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The last pair that each group keeps, for its first row: bisection over the gaps' bits, then over the ranks.
+
+    A pair's gap is positive, and positive float64 are ordered as their bits are. (0, 0) where nothing is dropped.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + row)
+    end = tl.load(ends + row)
+    low = start * 0
+    rank = start * 0
+    if start == row:
+        size = end - start
+        best = start * 0
+        if TOPK:
+            bounds = tl.full([1, 1], 0, tl.int64)
+            best = tl.max(_best_row(rewards, bounds + start, bounds + end, start, end, rows, COLUMNS), axis=0)
+        above, upto = _count_pairs(rewards, start, end, best, low, rank, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS)
+        if above > max_pairs:
+            # low: more than max_pairs lie above; high: no more than that do
+            high = low + 0x7FF0000000000000
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                above, upto = _count_pairs(
+                    rewards, start, end, best, middle, rank, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS
+                )
+                enough = above > max_pairs
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            # the last kept pair has the gap `high` unless exactly max_pairs lie above it, at `high + 1` and more
+            low = high
+            lowest = start * 0 - 1
+            highest = size * size - 1
+            above, upto = _count_pairs(rewards, start, end, best, low, highest, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS)
+            wanted = max_pairs - above
+            while highest - lowest > 1:
+                middle = lowest + (highest - lowest) // 2
+                above, upto = _count_pairs(
+                    rewards, start, end, best, low, middle, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS
+                )
+                enough = upto >= wanted
+                highest = tl.where(enough, middle, highest)
+                lowest = tl.where(enough, lowest, middle)
+            rank = tl.where(wanted > 0, highest, start * 0 - 1)
+    tl.store(cap_bits + row, low)
+    tl.store(cap_ranks + row, rank)
+
+
+@triton.jit
 def _log1p(t):
     """log(1 + t) for t in [0, 1], without the rounding of 1 + t."""
     u = 1.0 + t
@@ -106,6 +224,8 @@ def _pair_row_sums_kernel(
     rewards,
     starts,
     ends,
+    cap_bits,
+    cap_ranks,
     losses,
     grads,
     chosen,
@@ -117,6 +237,7 @@ def _pair_row_sums_kernel(
     MARGIN: tl.constexpr,
     ROUNDING: tl.constexpr,
     TOPK: tl.constexpr,
+    CAPPED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -131,18 +252,11 @@ def _pair_row_sums_kernel(
     last = tl.max(tl.max(end, axis=1), axis=0)
     lane = tl.arange(0, COLUMNS)
 
-    best = tl.full([ROWS], -1, tl.int64)
     if TOPK:
-        highest = tl.full([ROWS], float("-inf"), tl.float64)
-        for column in range(first, last, COLUMNS):
-            j = (column + lane)[None, :]
-            reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
-            eligible = (j >= start) & (j < end) & _known(reward_j)
-            reward_j = tl.where(eligible, reward_j, float("-inf"))
-            here = tl.max(reward_j, axis=1)
-            place = tl.min(tl.where(eligible & (reward_j == here[:, None]), j, rows), axis=1)
-            best = tl.where(here > highest, place, best)
-            highest = tl.maximum(highest, here)
+        best = _best_row(rewards, start, end, first, last, rows, COLUMNS)[:, None]
+    if CAPPED:
+        bits = tl.load(cap_bits + start, mask=live[:, None], other=0)
+        rank = tl.load(cap_ranks + start, mask=live[:, None], other=0)
 
     loss = tl.zeros([ROWS], tl.float32)
     grad = tl.zeros([ROWS], tl.float32)
@@ -155,13 +269,17 @@ def _pair_row_sums_kernel(
         reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
         score_j = tl.load(scores + j, mask=j < last, other=0.0)
         same = (j >= start) & (j < end)
-        gap = reward_i - reward_j
-        noise = ROUNDING * tl.maximum(tl.maximum(tl.abs(reward_i), tl.abs(reward_j)), 1.0)
-        over = same & (gap - MARGIN > noise)
-        under = same & (-gap - MARGIN > noise)
+        over = same & _wins(reward_i, reward_j, MARGIN, ROUNDING)
+        under = same & _wins(reward_j, reward_i, MARGIN, ROUNDING)
         if TOPK:
-            over = over & (i[:, None] == best[:, None])
-            under = under & (j == best[:, None])
+            over = over & (i[:, None] == best)
+            under = under & (j == best)
+        if CAPPED:
+            gap_bits = tl.abs(reward_i - reward_j).to(tl.int64, bitcast=True)
+            as_chosen = (i[:, None] - start) * (end - start) + (j - start)
+            as_rejected = (j - start) * (end - start) + (i[:, None] - start)
+            over = over & ((gap_bits > bits) | ((gap_bits == bits) & (as_chosen <= rank)))
+            under = under & ((gap_bits > bits) | ((gap_bits == bits) & (as_rejected <= rank)))
         z = tl.where(over | under, beta * (score_i - score_j), 0.0)
         t = tl.exp(-tl.abs(z))
         positive = tl.where(z >= 0.0, 1.0, t) / (1.0 + t)
@@ -181,18 +299,24 @@ def _pair_row_sums_kernel(
 
 
 def pair_row_sums(
-    scores: Tensor, rewards: Tensor, where: Segments, beta: float, margin: float, topk: bool, rounding: float
+    scores: Tensor, rewards: Tensor, where: Segments, beta: float, margin: float, topk: bool, cap: int, rounding: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Per sorted row: loss, gradient, pairs as chosen, as rejected, correct ones, sum of logits."""
+    """Per sorted row: loss, gradient, pairs as chosen, as rejected, correct ones, sum of logits. `cap` 0 is no cap."""
     rows = scores.shape[0]
     losses, grads, logits = (torch.empty_like(scores) for _ in range(3))
     chosen, rejected, correct = (torch.empty_like(where.start) for _ in range(3))
+    bits, ranks = (torch.empty_like(where.start) for _ in range(2)) if cap else (where.start, where.start)
+    options = {"MARGIN": margin, "ROUNDING": rounding, "TOPK": topk, "ROWS": ROW_BLOCK, "COLUMNS": COLUMN_BLOCK}
     with torch.cuda.device_of(scores):
+        if cap:
+            _pair_cap_kernel[(rows,)](rewards, where.start, where.end, bits, ranks, rows, cap, **options)
         _pair_row_sums_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
             scores,
             rewards,
             where.start,
             where.end,
+            bits,
+            ranks,
             losses,
             grads,
             chosen,
@@ -201,10 +325,7 @@ def pair_row_sums(
             logits,
             rows,
             beta,
-            MARGIN=margin,
-            ROUNDING=rounding,
-            TOPK=topk,
-            ROWS=ROW_BLOCK,
-            COLUMNS=COLUMN_BLOCK,
+            CAPPED=cap > 0,
+            **options,
         )
     return losses, grads, chosen, rejected, correct, logits

@@ -213,7 +213,7 @@ def _preference(
     elif triton:
         from ._group_kernels import pair_row_sums
 
-        sums = _RowSums(*pair_row_sums(sorted_scores, sorted_rewards, where, beta, margin, topk, ROUNDING))
+        sums = _RowSums(*pair_row_sums(sorted_scores, sorted_rewards, where, beta, margin, topk, max_pairs, ROUNDING))
     else:
         window = _window(group, where)
         sums = _row_sums_torch(sorted_scores, sorted_rewards, where, window, beta, margin, topk, max_pairs)
@@ -354,8 +354,7 @@ def preference_loss(
         num_pairs: divisor of "mean" for the whole optimizer step; default: the pairs of this call.
         num_groups: divisor of "group_mean" for the whole optimizer step; default: the groups with pairs of this call.
         valid: bool `[B]`; a row that is not valid (empty, masked) forms no pair, whatever its score holds.
-        backend: "auto", "triton" or "torch". Triton serves everything but `max_pairs_per_group`, for which "auto" takes
-            torch and "triton" raises.
+        backend: "auto", "triton" or "torch".
 
     No pair: loss 0 with a graph, zero gradients. Scores are compared in float32, in float64 for float64. The forward
     keeps `g` `[B]` for the backward and no pair; the Triton kernel works in O(B), the torch backend in tiles of 20
@@ -533,11 +532,6 @@ def _arguments(
             raise TypeError(f"valid must be bool, got {valid.dtype}")
         comparable = comparable & valid
     rewards = torch.where(comparable, rewards, math.nan)
-    triton = use_triton(backend, scores)
-    if triton and max_pairs_per_group is not None:
-        if backend == "triton":
-            raise ValueError('backend="triton" does not serve max_pairs_per_group; pass backend="torch" or "auto"')
-        triton = False
     return (
         scores.to(compute_dtype(scores)),
         rewards,
@@ -549,7 +543,7 @@ def _arguments(
         max_pairs_per_group or 0,
         reduction,
         _step_divisor(reduction, num_pairs, num_groups, scores.device),
-        triton,
+        use_triton(backend, scores),
     )
 
 
