@@ -100,8 +100,11 @@ def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool)
     return RowStats(torch.full_like(zeros[0], LOWEST), zeros[0], zeros[1] if with_entropy else None, zeros[2])
 
 
-def _fold(part: Tensor, spare: Tensor, target: Tensor, start: int, stop: int, stats: RowStats) -> None:
-    """Takes the columns [start, stop) of a few rows into their statistics; destroys `part`."""
+def fold(part: Tensor, spare: Tensor, target: Tensor, start: int, stop: int, stats: RowStats) -> None:
+    """Takes the columns [start, stop) of a few rows into their statistics.
+
+    `part` becomes e^(z - m) with the new m, or scratch where the entropy is among them.
+    """
     owned = (target >= start) & (target < stop)
     column = (target - start).clamp_(0, stop - start - 1)[:, None]
     stats.picked.copy_(torch.where(owned, part.gather(1, column)[:, 0], stats.picked))
@@ -138,7 +141,7 @@ def row_stats(
             tile = tiles.logits(block, head.operands(head.weight[start:stop]), start, stop)
             for part, spare, slope, rows in tiles.passes(tile):
                 tiles.finish_logits(part, slope, block, rows, stop - start)
-                _fold(part, spare, block.target[rows], start, stop, stats.of(rows))
+                fold(part, spare, block.target[rows], start, stop, stats.of(rows))
         result.take(slice(first, last), stats)
     return result
 

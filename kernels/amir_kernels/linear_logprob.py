@@ -24,8 +24,6 @@ from ._vocabulary_group import Shard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .policy_loss import Objective, PolicyLoss
-
 
 class LogprobEntropy(NamedTuple):
     """What `linear_logprob_entropy` returns, each shaped like `target`, in nats."""
@@ -37,15 +35,15 @@ class LogprobEntropy(NamedTuple):
 
 # ---- the op --------------------------------------------------------------------------------------------------------
 
-_CALL_SCHEMA = (
+CALL_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor temperature, "
     "float? softcap, float logit_scale, Tensor? lora_a, Tensor? lora_b, float lora_scaling, int ignore_index, "
     "ScalarType compute, int workspace, bool triton, str group"
 )
 
 
-class _Call(NamedTuple):
-    """The arguments of `_CALL_SCHEMA`, which the forward and the backward op share."""
+class Call(NamedTuple):
+    """The arguments of `CALL_SCHEMA`, which the forward and the backward op share."""
 
     hidden: Tensor
     weight: Tensor
@@ -87,7 +85,7 @@ class _Call(NamedTuple):
         return self.hidden, self.weight, self.bias, self.lora_a, self.lora_b
 
 
-def _live_rows(call: _Call, vocabulary: int) -> Tensor:
+def live_rows(call: Call, vocabulary: int) -> Tensor:
     """Flat positions of the rows that count; refuses targets outside the vocabulary. Waits for the device."""
     target = call.target
     live = target != call.ignore_index
@@ -106,9 +104,9 @@ def _live_rows(call: _Call, vocabulary: int) -> Tensor:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logprob, entropy, lse, m, S), each shaped like `target`; entropy has no elements unless asked for."""
-    call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
+    call, with_entropy = Call(*arguments[:-1]), arguments[-1]
     head, shard = call.head, call.shard
-    index, target = _live_rows(call, shard.vocabulary), shard.local(call.target)
+    index, target = live_rows(call, shard.vocabulary), shard.local(call.target)
     statistics = row_stats
     if call.triton:
         from ._linear_triton import triton_row_stats as statistics
@@ -132,7 +130,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, with_entropy = _Call(*arguments[:-1]), arguments[-1]
+    call, with_entropy = Call(*arguments[:-1]), arguments[-1]
     logprob, entropy, lse, shift, total = (
         call.hidden.new_empty(call.target.shape, dtype=call.head.accumulate) for _ in range(5)
     )
@@ -150,7 +148,7 @@ def _backward(
     *arguments: Any,
 ) -> list[Tensor]:
     """The wanted gradients, in the order of `Wanted`, from the rows with an upstream gradient that is not exactly 0."""
-    call, wanted = _Call(*arguments[:-1]), Wanted(*arguments[-1])
+    call, wanted = Call(*arguments[:-1]), Wanted(*arguments[-1])
     head, shard = call.head, call.shard
     live = torch.zeros_like(call.target, dtype=torch.bool)
     for upstream in (grad_logprob, grad_entropy, grad_lse):
@@ -198,7 +196,7 @@ def _backward(
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    call, wanted = _Call(*arguments[7:-1]), arguments[-1]
+    call, wanted = Call(*arguments[7:-1]), arguments[-1]
     return [
         torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         for tensor, want in zip(call.differentiable, wanted, strict=True)
@@ -210,7 +208,7 @@ _linear_logprob = torch.library.custom_op(
     "amir_kernels::linear_logprob",
     _forward,
     mutates_args=(),
-    schema=f"({_CALL_SCHEMA}, bool with_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({CALL_SCHEMA}, bool with_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _linear_logprob.register_fake(_fake_forward)
 
@@ -219,14 +217,14 @@ _linear_logprob_backward = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema="(Tensor grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor logprob, Tensor entropy, "
-    f"Tensor shift, Tensor total, {_CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
+    f"Tensor shift, Tensor total, {CALL_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 _linear_logprob_backward.register_fake(_fake_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps the inputs and three or four numbers per row."""
-    call = _Call(*inputs[:-1])
+    call = Call(*inputs[:-1])
     logprob, entropy, _, shift, total = output
     tensors = {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
     ctx.set_materialize_grads(False)
@@ -240,8 +238,8 @@ def _differentiate(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     stats, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    call = _Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
-    needed = dict(zip(_Call._fields, ctx.needs_input_grad, strict=False))
+    call = Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
+    needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))
     names = ("hidden", "weight", "bias", "lora_a", "lora_b")
     wanted = [needed[name] for name in names]
     if grad_logprob is None:
@@ -250,7 +248,7 @@ def _differentiate(
         grad_entropy = None
     grads = iter(_linear_logprob_backward(grad_logprob, grad_entropy, grad_lse, *stats, *call, wanted))
     given = {name: next(grads) for name, want in zip(names, wanted, strict=True) if want}
-    return *(given.get(name) for name in _Call._fields), None
+    return *(given.get(name) for name in Call._fields), None
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> None:
@@ -309,7 +307,7 @@ def _temperature(temperature: float | Tensor, target: Tensor) -> Tensor:
     return temperature
 
 
-def _call_op(
+def call_of(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -322,9 +320,8 @@ def _call_op(
     process_group: "ProcessGroup | None",
     workspace_bytes: int | None,
     backend: str,
-    with_entropy: bool,
-) -> LogprobEntropy:
-    """Checks the arguments of the public functions and calls the op."""
+) -> Call:
+    """The op's arguments from those of the public functions, checked."""
     check_float("hidden", hidden)
     _check_weight(weight)
     check_int64("target", target)
@@ -340,7 +337,7 @@ def _call_op(
         _check_lora(lora, weight)
     if workspace_bytes is not None:
         check_positive("workspace_bytes", workspace_bytes)
-    results = _linear_logprob(
+    return Call(
         hidden,
         weight,
         target,
@@ -356,9 +353,7 @@ def _call_op(
         default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
         use_triton(backend, weight if weight.dtype == torch.float64 else hidden),
         "" if process_group is None else process_group.group_name,
-        with_entropy,
     )
-    return LogprobEntropy(*results[:3])
 
 
 def linear_logprob(
@@ -377,7 +372,7 @@ def linear_logprob(
     backend: str = "auto",
 ) -> Tensor:
     """Log-probability of each target token, `[...]` in nats: `linear_logprob_entropy` without its other two results."""
-    return _call_op(
+    call = call_of(
         hidden,
         weight,
         target,
@@ -390,8 +385,8 @@ def linear_logprob(
         process_group,
         workspace_bytes,
         backend,
-        with_entropy=False,
-    ).logprob
+    )
+    return _linear_logprob(*call, False)[0]
 
 
 def linear_logprob_entropy(
@@ -439,7 +434,7 @@ def linear_logprob_entropy(
     On one device, backend, thread count and workspace a row's results are the same bits whatever the other rows, its
     position, the padding, the grad mode, and whether `linear_logprob` or this function computed it.
     """
-    result = _call_op(
+    call = call_of(
         hidden,
         weight,
         target,
@@ -452,39 +447,9 @@ def linear_logprob_entropy(
         process_group,
         workspace_bytes,
         backend,
-        with_entropy=True,
     )
+    result = LogprobEntropy(*_linear_logprob(*call, True)[:3])
     return result if entropy_grad else result._replace(entropy=result.entropy.detach())
-
-
-def linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    objective: "str | Objective" = "grpo",
-    importance_weight: Tensor | None = None,
-    num_tokens: float | Tensor | None = None,
-    num_sequences: float | Tensor | None = None,
-    preference_weights: Tensor | None = None,
-    normalize: str = "mean",
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    lora: tuple[Tensor, Tensor, float] | None = None,
-    ignore_index: int = -100,
-    process_group: "ProcessGroup | None" = None,
-    workspace_bytes: int | None = None,
-    backend: str = "auto",
-) -> "PolicyLoss":
-    """Policy loss straight from hidden states."""
-    raise NotImplementedError("linear_policy_loss")
 
 
 def workspace_of(

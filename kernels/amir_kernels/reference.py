@@ -164,7 +164,9 @@ def linear_policy_loss(
         importance_weight=importance_weight,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
-        entropy=entropy,
+        entropy=entropy
+        if (objective if isinstance(objective, Objective) else OBJECTIVES[objective]).entropy_coef
+        else None,
     )
     if preference_weights is not None:
         scores = sequence_logprob(logprob, mask, cu_seqlens=cu_seqlens, normalize=normalize)

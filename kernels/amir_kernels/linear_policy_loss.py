@@ -1,0 +1,247 @@
+"""Policy losses straight from hidden states, with the logits' gradients formed in the forward where the head is frozen.
+
+The gradient of a log-prob to its hidden state is
+
+    d logprob / d hidden = (logit_scale / temperature) (c_y (1 - p_y) w_y - sum_{v != y} p_v c_v w_v)
+
+with w_v the head's rows, c_v = 1 - tanh^2 the cap's derivative (1 without a cap), p = softmax(z). Its sum runs along
+with the log-sum-exp, so one sweep gives both: 4 N H V flops instead of 6, and a backward that only scales rows. What
+upstream gradient the loss sends is not needed for it.
+
+Legend: N rows (tokens), n live rows, R rows of a block, B completions, L padded length, T packed tokens, H hidden size,
+V vocabulary, r LoRA rank.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._layout import compute_dtype, token_layout
+from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
+from ._linear_torch import RowStats, Tiles, empty_stats, fold
+from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
+from .policy_loss import Objective, PolicyLoss, _resolve, policy_loss
+from .preference_loss import sequence_logprob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# ---- log-prob and its slope in one sweep ---------------------------------------------------------------------------
+
+
+def _block_slope(
+    head: Head, tiles: Tiles, ranges: Ranges, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor
+) -> tuple[RowStats, Tensor]:
+    """Statistics and d logprob / d hidden of a block's rows, without the factor logit_scale / temperature."""
+    block = row_block(head, hidden, target, temperature, index)
+    stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy=False)
+    others = torch.zeros(block.hidden.shape, dtype=head.accumulate, device=hidden.device)
+    others_b = torch.zeros_like(block.low_rank)
+    cap_slope = torch.ones_like(stats.shift)
+    for start, stop in ranges.columns:
+        weight = head.operands(head.weight[start:stop])
+        tile = tiles.logits(block, weight, start, stop)
+        owned = (block.target >= start) & (block.target < stop)
+        column = (block.target - start).clamp_(0, stop - start - 1)[:, None]
+        before = stats.shift.clone()
+        for part, spare, slope, rows in tiles.passes(tile):
+            tiles.finish_logits(part, slope, block, rows, stop - start)
+            fold(part, spare, block.target[rows], start, stop, stats.of(rows))
+            at_target = part.gather(1, column[rows])[:, 0].masked_fill_(owned[rows], 0.0)
+            part.scatter_(1, column[rows], at_target[:, None])
+            if head.softcap is not None:
+                cap_slope[rows] = torch.where(owned[rows], slope.gather(1, column[rows])[:, 0], cap_slope[rows])
+                part.mul_(slope)
+        fade = torch.exp(before - stats.shift)[:, None]
+        exps = tile[:, : stop - start].to(head.operand)
+        add_product(others.mul_(fade), exps, weight)
+        if head.lora:
+            add_product(others_b.mul_(fade), exps, head.operands(head.lora.b[start:stop]))
+    real = slice(0, index.shape[0])
+    stats = stats.of(real)
+    own = (-torch.expm1(stats.picked - stats.shift - stats.total.log()) * cap_slope[real])[:, None]
+    chosen = block.target[real]
+    pull = own * gather_rows(head.weight, chosen) - others[real] / stats.total[:, None]
+    if head.lora:
+        low_rank = own * gather_rows(head.lora.b, chosen) - others_b[real] / stats.total[:, None]
+        add_product(pull, low_rank.mul_(head.lora.scaling), head.lora.a.to(head.accumulate))
+    return stats, pull
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """logprob `[...]` and its gradient to hidden `[..., H]`, both 0 where ignored."""
+    call = Call(*arguments)
+    head, index, temperature = call.head, live_rows(call, call.weight.shape[0]), call.row_temperature
+    ranges = Ranges.of(head, call.workspace, index.shape[0])
+    tiles = Tiles(head, ranges)
+    logprob = torch.zeros(call.target.numel(), dtype=head.accumulate, device=call.hidden.device)
+    slope = logprob.new_zeros(call.target.numel(), call.hidden.shape[-1])
+    with exact_products(call.hidden.device):
+        for first, last in ranges.rows:
+            rows = index[first:last]
+            stats, pull = _block_slope(head, tiles, ranges, call.hidden, call.target, temperature, rows)
+            logprob[rows] = stats.picked - stats.shift - stats.total.log()
+            heat = temperature.reshape(-1)[rows, None] if isinstance(temperature, Tensor) else temperature
+            slope[rows] = pull.mul_(head.logit_scale / heat)
+    return logprob.view(call.target.shape), slope.view(call.hidden.shape)
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments)
+    dtype = call.head.accumulate
+    return call.hidden.new_empty(call.target.shape, dtype=dtype), call.hidden.new_empty(call.hidden.shape, dtype=dtype)
+
+
+def _backward(grad: Tensor, slope: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad[..., None] * slope).to(dtype)
+
+
+def _fake_backward(grad: Tensor, slope: Tensor, dtype: torch.dtype) -> Tensor:
+    return slope.new_empty(slope.shape, dtype=dtype)
+
+
+_logprob_slope = torch.library.custom_op(
+    "amir_kernels::linear_logprob_slope", _forward, mutates_args=(), schema=f"({CALL_SCHEMA}) -> (Tensor, Tensor)"
+)
+_logprob_slope.register_fake(_fake_forward)
+_scale_slope = torch.library.custom_op(
+    "amir_kernels::linear_logprob_slope_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor slope, ScalarType dtype) -> Tensor",
+)
+_scale_slope.register_fake(_fake_backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.dtype = inputs[0].dtype
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    (slope,) = ctx.saved_tensors
+    return _scale_slope(grad, slope, ctx.dtype), *[None] * (len(Call._fields) - 1)
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("linear_policy_loss cannot be differentiated twice; amir_kernels.reference can")
+
+
+_logprob_slope.register_autograd(_differentiate, setup_context=_save)
+_scale_slope.register_autograd(_refuse_double_backward)
+
+
+# ---- the public function -------------------------------------------------------------------------------------------
+
+
+def _refuse_sequence_level(objective: Objective) -> None:
+    if objective.ratio_level in ("sequence", "sequence_token"):
+        raise ValueError(
+            f"linear_policy_loss takes losses local to a token; ratio_level={objective.ratio_level!r} "
+            f"(surrogate={objective.surrogate!r}) needs whole sequences: use linear_logprob, then policy_loss"
+        )
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    objective: str | Objective = "grpo",
+    importance_weight: Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
+    num_sequences: float | Tensor | None = None,
+    preference_weights: Tensor | None = None,
+    normalize: str = "mean",
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    ignore_index: int = -100,
+    process_group: "ProcessGroup | None" = None,
+    workspace_bytes: int | None = None,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """`policy_loss` of the head's log-probs, for objectives local to a token; others are refused by name.
+
+    Args:
+        hidden: `[B, L, H]`, or packed `[T, H]` with `cu_seqlens`; `target` int64 `[B, L]` or `[T]`.
+        mask: like `target`; tokens it leaves out, and those whose target is `ignore_index`, cost no head work.
+        preference_weights: `[B]`, adds `sum(preference_weights * sequence_logprob(logprobs, normalize=normalize))`, the
+            pair term's exact gradient where they are lambda_reg times what `preference_weights` returned. No gradient.
+        normalize: "mean" or "sum" over a sequence's tokens, for `preference_weights`.
+        old_logprobs, advantages, cu_seqlens, ref_logprobs, objective, importance_weight, num_tokens, num_sequences: as
+            in `policy_loss`. The entropy is measured where the objective has an `entropy_coef`.
+        weight, bias, temperature, softcap, logit_scale, lora, ignore_index, process_group, workspace_bytes, backend: as
+            in `linear_logprob_entropy`; so are dtypes, numerics and which inputs get gradients.
+
+    Where only hidden needs a gradient (frozen head), on the torch backend, without process group and entropy bonus,
+    the forward also forms d logprob / d hidden: 4 N H V flops in all, and 2 N H V for tokens whose gradient is known to
+    be 0 (advantage 0, no KL, no preference weight). It keeps one float32 `[..., H]` tensor for the backward. Otherwise
+    this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a trained head. Log-probs are the same bits either way.
+    """
+    chosen = _resolve(objective)
+    _refuse_sequence_level(chosen)
+    layout = token_layout(hidden[..., 0], mask, cu_seqlens)
+    counted = torch.where(layout.keep, target, ignore_index)
+    kept = counted != ignore_index
+    options: dict[str, Any] = {
+        "bias": bias,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "lora": lora,
+        "ignore_index": ignore_index,
+        "process_group": process_group,
+        "workspace_bytes": workspace_bytes,
+        "backend": backend,
+    }
+    entropy = None
+    if chosen.entropy_coef:
+        logprob, entropy, _ = linear_logprob_entropy(hidden, weight, counted, **options)
+    elif (call := _frozen_call(hidden, weight, counted, options)) is not None:
+        moving = kept
+        if not (chosen.kl_coef or chosen.mirror_coef):
+            dtype = compute_dtype(advantages)
+            moving = layout.per_token("advantages", advantages, dtype) != 0
+            if preference_weights is not None:
+                moving = moving | layout.spread(preference_weights != 0)
+        still = linear_logprob(hidden.detach(), weight, torch.where(moving, ignore_index, counted), **options)
+        logprob = _logprob_slope(*call._replace(target=torch.where(moving, counted, ignore_index)))[0] + still
+    else:
+        logprob = linear_logprob(hidden, weight, counted, **options)
+    loss, metrics = policy_loss(
+        logprob,
+        old_logprobs,
+        advantages,
+        kept,
+        cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs,
+        objective=chosen,
+        importance_weight=importance_weight,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        entropy=entropy,
+    )
+    if preference_weights is not None:
+        scores = sequence_logprob(logprob, kept, cu_seqlens=cu_seqlens, normalize=normalize)
+        loss = loss + (preference_weights.detach() * scores).sum()
+    return PolicyLoss(loss, metrics)
+
+
+def _frozen_call(hidden: Tensor, weight: Tensor, target: Tensor, options: dict[str, Any]) -> Call | None:
+    """The op's arguments, where the slope of one sweep is all that the backward needs."""
+    lora = options["lora"] or ()
+    trained = any(isinstance(t, Tensor) and t.requires_grad for t in (weight, options["bias"], *lora))
+    if trained or not (hidden.requires_grad and torch.is_grad_enabled()):
+        return None
+    call = call_of(hidden, weight, target, **options)
+    return None if call.triton or call.group else call

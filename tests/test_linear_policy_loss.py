@@ -1,0 +1,173 @@
+"""linear_policy_loss against the reference: gradients formed in the forward, and the two-pass form elsewhere."""
+
+import sys
+
+import pytest
+import torch
+
+from amir_kernels import OBJECTIVES, linear_logprob, linear_policy_loss, reference
+from closeness import assert_as_good_as
+from head_cases import tensors
+
+B, L = 4, 11
+
+
+def case(dtype=torch.float64, rank=0, trained=(), **shape):
+    """A batch near its old policy on both sides of the clip, one row without advantage, masked tails."""
+    inputs, target = tensors(rows=(B, L), dtype=torch.float32, rank=rank, **shape)
+    inputs = {name: value.detach().to(dtype) for name, value in inputs.items()}
+    for name in ("hidden", *trained):
+        inputs[name].requires_grad_()
+    mask = torch.arange(L) < torch.tensor([L, 7, 4, 9])[:, None]
+    logprob = reference.linear_logprob(inputs["hidden"].detach().double(), inputs["weight"].detach().double(), target)
+    noise = torch.linspace(-0.4, 0.4, B * L).view(B, L).double()
+    data = {
+        "old_logprobs": (logprob + noise).to(torch.float64 if dtype == torch.float64 else torch.float32),
+        "advantages": torch.tensor([1.2, -0.7, 0.0, -0.5], dtype=torch.float64).to(noise.dtype),
+        "ref_logprobs": logprob + noise.flip(0) / 2,
+    }
+    return inputs, target, mask, data
+
+
+def run(function, inputs, target, mask, data, **options):
+    options = {"bias": inputs["bias"]} | options
+    if "a" in inputs:
+        options["lora"] = (inputs["a"], inputs["b"], 0.5)
+    loss, metrics = function(
+        inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask, **options
+    )
+    wanted = {name: value for name, value in inputs.items() if value.requires_grad}
+    grads = torch.autograd.grad(loss, list(wanted.values()))
+    return {"loss": loss.detach(), **metrics} | {f"d {name}": g for name, g in zip(wanted, grads, strict=True)}
+
+
+LOCAL = ["grpo", "bnpo", "dapo", "sapo", "gpg", "reinforce"]
+
+
+@pytest.mark.parametrize("objective", LOCAL)
+@pytest.mark.parametrize(("softcap", "rank", "temperature"), [(None, 0, 1.0), (4.0, 3, 0.7), (4.0, 0, "row")])
+def test_frozen_head_matches_the_reference(objective, softcap, rank, temperature):
+    """Hidden alone needs a gradient: the slope is formed in the forward."""
+    inputs, target, mask, data = case(rank=rank)
+    if temperature == "row":
+        temperature = torch.rand(B, L, dtype=torch.float64) + 0.5
+    options = {"objective": objective, "softcap": softcap, "temperature": temperature, "logit_scale": 1.3}
+    ours = run(linear_policy_loss, inputs, target, mask, data, workspace_bytes=40_000, **options)
+    theirs = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_coef": 0.04},
+        {"entropy_coef": 0.01},
+        {"mirror_coef": 0.1},
+        {"kl_coef": 0.04, "kl_bias_correction": True},
+        {"dual_clip": 3.0},
+    ],
+)
+@pytest.mark.parametrize("trained", [(), ("weight", "bias"), ("a", "b")])
+def test_parts_of_the_objective_and_trained_heads(changes, trained):
+    inputs, target, mask, data = case(rank=2, trained=trained)
+    options = {"objective": OBJECTIVES["grpo"].replace(**changes), "ref_logprobs": data["ref_logprobs"]}
+    weights = torch.tensor([0.3, 0.0, -0.1, 0.0], dtype=torch.float64)
+    options |= {"preference_weights": weights, "num_sequences": 9}
+    ours = run(linear_policy_loss, inputs, target, mask, data, **options)
+    theirs = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("normalize", ["mean", "sum"])
+def test_packed_tokens_with_preference_weights(normalize):
+    inputs, target, mask, data = case()
+    weights = torch.tensor([0.3, -0.2, -0.1, 0.0], dtype=torch.float64)
+    options = {"preference_weights": weights, "normalize": normalize}
+    padded = run(linear_policy_loss, inputs, target, mask, data, **options)
+    packed = {**inputs, "hidden": inputs["hidden"].detach()[mask].requires_grad_()}
+    cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+    short = {name: value[mask] if value.dim() == 2 else value for name, value in data.items()}
+    ours = run(linear_policy_loss, packed, target[mask], None, short, cu_seqlens=cu_seqlens, **options)
+    torch.testing.assert_close(ours["loss"], padded["loss"])
+    torch.testing.assert_close(ours["d hidden"], padded["d hidden"][mask])
+
+
+@pytest.mark.parametrize("spread", [1, 4, 40])
+def test_slope_errs_no_more_than_eager_float32(spread):
+    """An identity head, so that the gradient of hidden is dlogits itself; 40 gives one-hot rows.
+
+    Where one entry outweighs its row, its error is a matter of luck: peaked rows get more room.
+    """
+    logits = spread * torch.randn(24, 1500, dtype=torch.float64)
+    target = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+    eye, advantages = torch.eye(1500), torch.randn(24)
+    cu_seqlens = torch.arange(25)
+
+    def dlogits(function, dtype):
+        hidden = logits.to(dtype).requires_grad_()
+        loss = function(
+            hidden, eye.to(dtype), target, None, advantages.to(dtype), objective="reinforce", cu_seqlens=cu_seqlens
+        ).loss
+        return torch.autograd.grad(loss, hidden)[0]
+
+    ours, eager = (dlogits(f.linear_policy_loss, torch.float32) for f in (__import__("amir_kernels"), reference))
+    truth = dlogits(reference.linear_policy_loss, torch.float64)
+    assert_as_good_as(
+        kernel=ours, eager=eager, truth=truth, target=target, factor=2.0 if spread == 1 else 4.0, name="dlogits"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_the_bits_of_linear_logprob(dtype):
+    """Seen through a loss that is the negative mean of the log-probs."""
+    inputs, target, _, _ = case(dtype=dtype, ignored=0)
+    arguments = (inputs["hidden"], inputs["weight"], target, None, torch.ones(B))
+    fused = linear_policy_loss(*arguments, objective="reinforce").loss
+    plain = reference.policy_loss(
+        linear_logprob(inputs["hidden"], inputs["weight"], target), None, torch.ones(B), objective="reinforce"
+    ).loss
+    assert torch.equal(fused, plain)
+    assert torch.autograd.grad(fused, inputs["hidden"])[0].dtype == dtype
+
+
+def test_tokens_that_cannot_move_cost_no_slope(monkeypatch):
+    """Two of four rows have advantage 0: half the products of the second kind."""
+    module = sys.modules["amir_kernels.linear_policy_loss"]
+    inputs, target, _, _ = case(ignored=0)
+    counted = []
+    original = module.add_product
+    monkeypatch.setattr(module, "add_product", lambda total, a, b: (counted.append(len(a)), original(total, a, b)))
+    for advantages in (torch.ones(B), torch.tensor([1.0, 0.0, 1.0, 0.0])):
+        linear_policy_loss(inputs["hidden"], inputs["weight"], target, None, advantages)
+    assert counted[1] <= counted[0] * 0.7
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gspo_token", "gmpo", "vespo", "luspo"])
+def test_sequence_level_objectives_are_refused_by_name(objective):
+    inputs, target, mask, data = case()
+    with pytest.raises(ValueError, match="ratio_level='sequence"):
+        run(linear_policy_loss, inputs, target, mask, data, objective=objective)
+
+
+def test_double_backward_is_refused():
+    inputs, target, mask, data = case()
+    loss = linear_policy_loss(
+        inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
+    ).loss
+    (grad,) = torch.autograd.grad(loss, inputs["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        grad.sum().backward()
+
+
+def test_nothing_counts():
+    inputs, target, mask, data = case()
+    for out in (
+        run(linear_policy_loss, inputs, target, torch.zeros_like(mask), data),
+        run(linear_policy_loss, inputs, torch.full_like(target, -100), mask, data),
+        run(linear_policy_loss, inputs, target, mask, data | {"advantages": torch.zeros(B, dtype=torch.float64)}),
+    ):
+        assert out["loss"] == 0
+        assert (out["d hidden"] == 0).all()
