@@ -1,5 +1,6 @@
 """The pair term: known numbers, the pair rule, group layouts, its gradient and memory, both backends."""
 
+import importlib
 import math
 import sys
 from itertools import product
@@ -337,6 +338,36 @@ def test_no_pair_tensor_is_formed_or_kept(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         preference_loss(torch.randn(rows, requires_grad=True), rewards, rows)
     assert sum(kept) <= 2 * rows
+
+
+class Launches:
+    """A kernel that only notes that it was launched."""
+
+    def __init__(self, name, launched):
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self.launched.append(self.name)
+
+
+class NoValueRead(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_triton_never_waits_for_the_device(monkeypatch):
+    # the launches are left out: the interpreter has to read what it interprets
+    kernels = importlib.import_module("amir_kernels._group_kernels")
+    launched = []
+    for name in ("_pair_cap_kernel", "_pair_row_sums_kernel"):
+        monkeypatch.setattr(kernels, name, Launches(name, launched))
+    ids, scores, rewards = torch.randint(0, 4, (27,)), torch.randn(27), torch.randn(27).double()
+    body = sys.modules["amir_kernels.preference_loss"]._preference._init_fn
+    for cap, reduction in ((0, "mean"), (2, "group_mean"), (2, "sum")):
+        with NoValueRead():
+            body(scores, rewards, ids, 0, 0.2, 0.0, True, cap, reduction, None, True)
+    assert launched == ["_pair_row_sums_kernel", *["_pair_cap_kernel", "_pair_row_sums_kernel"] * 2]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

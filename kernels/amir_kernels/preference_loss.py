@@ -357,9 +357,8 @@ def preference_loss(
         backend: "auto", "triton" or "torch".
 
     No pair: loss 0 with a graph, zero gradients. Scores are compared in float32, in float64 for float64. The forward
-    keeps `g` `[B]` for the backward and no pair; the Triton kernel works in O(B), the torch backend in tiles of 20
-    MiB. Double backward is refused. Triton does not wait for the device; torch does, for group ids and for
-    `max_pairs_per_group`.
+    keeps `g` `[B]` for the backward and no pair; Triton works in O(B), torch in tiles of 5 MiB. Double backward is
+    refused. Triton does not wait for the device; torch does, for group ids and for `max_pairs_per_group`.
     """
     totals = paired_preference(
         scores,
