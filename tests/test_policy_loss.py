@@ -218,6 +218,21 @@ def test_gspo_token_is_gspo_for_one_advantage_per_row():
         assert (gradients[0] - gradients[1]).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token", "sapo", "gmpo"])
+@pytest.mark.parametrize("function", [policy_loss, reference.policy_loss])
+def test_the_guard_stops_the_gradient(function, name):
+    # a ratio of e^25 with A < 0 is on the side that no clip bounds: the value stays e^20, without a gradient
+    logprobs = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    for shift, live in ((19.0, True), (25.0, False)):
+        got = function(logprobs, logprobs.detach() - shift, torch.tensor([-1.0]), objective=name)
+        (gradient,) = torch.autograd.grad(got.loss, logprobs)
+        ratio = math.exp(min(shift, 20.0))
+        assert abs(got.metrics["ratio_sum"] - 2 * ratio) < 1e-6 * ratio
+        if name != "sapo":  # its gate is saturated long before
+            assert abs(got.loss - ratio) < 1e-6 * ratio
+            assert (gradient != 0).all() == live
+
+
 def test_dual_clip_is_an_upper_bound_on_the_ratio():
     # written as TRL's delta: min(min(rho, delta) A, clip(rho) A)
     log_ratio = torch.linspace(-4, 4, 401, dtype=torch.float64)[None]

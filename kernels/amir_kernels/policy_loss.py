@@ -276,7 +276,8 @@ def _tokens(
         mean = layout.sum(log_ratio) / layout.counts(dtype).clamp(min=1)
         log_rho = layout.spread(_guarded(mean))
         if level == "sequence_token":
-            log_rho = log_rho.detach() + (current - current.detach())
+            unguarded = layout.spread(mean.detach().abs() <= MAX_LOG_RATIO)
+            log_rho = log_rho.detach() + unguarded * (current - current.detach())
     else:
         log_rho = _guarded(log_ratio if level == "token" else log_ratio.detach())
     adv = layout.per_token("advantages", advantages, dtype).detach()

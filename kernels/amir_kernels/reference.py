@@ -411,7 +411,8 @@ def _row_ratio(lp: Tensor, old: Tensor, level: str) -> Tensor:
     of_sequence = torch.exp(_bounded((lp - old).mean()))
     if level == "sequence":
         return of_sequence.expand_as(lp)
-    return of_sequence.detach() * torch.exp(lp - lp.detach())
+    within = (lp - old).mean().detach().abs() <= 20.0
+    return of_sequence.detach() * torch.exp(within * (lp - lp.detach()))
 
 
 def _row_gain(lp: Tensor, old: Tensor, rho: Tensor, a: Tensor, o: Objective) -> tuple[Tensor, Tensor, Tensor, Tensor]:
