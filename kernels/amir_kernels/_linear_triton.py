@@ -43,6 +43,7 @@ CONFIGS = {
     ("other", "plain"): Config(128, 128, 32, 8, 4),
     ("other", "rich"): Config(128, 128, 32, 8, 4),
     # Float32 products run on the ordinary units, which a smaller tile keeps busy.
+    ("sm_90", "float32"): Config(64, 64, 32, 4, 2),
     ("other", "float32"): Config(64, 64, 16, 4, 3),
 }
 SPLIT_COLUMNS = 8192
@@ -53,7 +54,7 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 
 @triton.jit
-def _stats_kernel(
+def stats_kernel(
     hidden,
     weight,
     bias,
@@ -148,7 +149,7 @@ def _merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dlogits_kernel(
+def dlogits_kernel(
     hidden,
     weight,
     bias,
@@ -256,7 +257,7 @@ def _head_arguments(head: Head, block: RowBlock, weight: Tensor) -> tuple[Tensor
     return block.hidden, weight, bias, low_rank, lora_b, block.target, heat
 
 
-def _options(head: Head, config: Config, with_entropy: bool) -> dict[str, object]:
+def options_of(head: Head, config: Config, with_entropy: bool) -> dict[str, object]:
     return {
         "COMPUTE": _DTYPES[head.compute],
         "HAS_BIAS": head.bias is not None,
@@ -290,7 +291,7 @@ def triton_row_stats(
         rows = block.padded
         partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=hidden.device)
         merged = torch.zeros(4, rows, dtype=torch.float32, device=hidden.device)
-        _stats_kernel[(triton.cdiv(rows, config.rows) * splits,)](
+        stats_kernel[(triton.cdiv(rows, config.rows) * splits,)](
             *_head_arguments(head, block, weight),
             partial,
             merged[3],
@@ -301,7 +302,7 @@ def triton_row_stats(
             each,
             head.softcap or 1.0,
             head.logit_scale,
-            **_options(head, config, with_entropy),
+            **options_of(head, config, with_entropy),
         )
         _merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
         result.take(slice(first, last), RowStats(*merged))
@@ -317,7 +318,7 @@ def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
     def form(block: RowBlock, slopes: Slopes, _: Tensor, start: int, stop: int) -> Tensor:
         rows, width = block.padded, stop - start
         dlogits = room[: rows * width].view(rows, width)
-        _dlogits_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(width, config.columns),)](
+        dlogits_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(width, config.columns),)](
             *_head_arguments(head, block, weight),
             slopes.shift,
             slopes.a,
@@ -332,7 +333,7 @@ def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
             width,
             head.softcap or 1.0,
             head.logit_scale,
-            **_options(head, config, slopes.b is not None),
+            **options_of(head, config, slopes.b is not None),
         )
         return dlogits.to(head.operand)
 
