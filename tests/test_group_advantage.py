@@ -288,23 +288,26 @@ def test_pass_at_k_refusals(arguments, message):
 # ---- the real compiler ---------------------------------------------------------------------------------------------
 
 COMPILE = """
-import json, os, re, subprocess, tempfile
+import json, os, re, subprocess, sys, tempfile
 import triton
 import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from amir_kernels import _group_kernels as kernels
 
+target = int(sys.argv[1])
+gpu, assembler = {80: ("sm_80", "ptxas"), 90: ("sm_90a", "ptxas"), 100: ("sm_100a", "ptxas-blackwell")}[target]
+
 def registers_and_spills(kernel, pointers, constants):
     signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    ptxas = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
+    ptx = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["ptx"]
+    ptxas = os.path.join(os.path.dirname(nvidia.__file__), "bin", assembler)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.ptx")
         open(path, "w").write(ptx)
-        command = [ptxas, "-v", "--gpu-name", "sm_90a", path, "-o", os.path.join(folder, "kernel.cubin")]
+        command = [ptxas, "-v", "--gpu-name", gpu, path, "-o", os.path.join(folder, "kernel.cubin")]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
 
@@ -327,11 +330,13 @@ print(json.dumps(found))
 """
 
 
-def test_kernels_compile_for_sm_90_without_spills():
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_kernels_compile_without_spills(target):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", COMPILE, str(target)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, (registers, spills) in json.loads(done.stdout).items():
         assert spills == 0, name
