@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
@@ -192,6 +194,62 @@ def test_dead_rows_are_left_out_of_the_products(monkeypatch):
     counted.clear()
     logprob[:16].sum().backward()
     assert sum(counted) == forward // 4
+
+
+# ---- properties ----------------------------------------------------------------------------------------------------
+
+SHAPES = {"rows": st.integers(1, 40), "vocabulary": st.integers(2, 90), "seed": st.integers(0, 2**31)}
+few = settings(max_examples=25, deadline=None)
+
+
+@few
+@given(**SHAPES, softcap=st.sampled_from([None, 6.0]), temperature=st.floats(0.3, 3.0))
+def test_rows_of_dlogits_sum_to_zero_without_a_cap_and_to_the_upstream_of_lse(
+    rows, vocabulary, seed, softcap, temperature
+):
+    """Under an identity head the gradient of hidden is dlogits. A cap's derivative is divided out first."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (3 * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    scale = torch.randn(3, rows, generator=generator, dtype=torch.float64)
+    eye = torch.eye(vocabulary, dtype=torch.float64)
+    result = linear_logprob_entropy(hidden, eye, target, softcap=softcap, temperature=temperature)
+    (grad,) = torch.autograd.grad(sum((g * value).sum() for g, value in zip(scale, result, strict=True)), hidden)
+    slope = 1 if softcap is None else 1 - torch.tanh(hidden.detach() / softcap) ** 2
+    torch.testing.assert_close((grad / slope).sum(-1), scale[2] / temperature, atol=1e-10, rtol=1e-10)
+
+
+@few
+@given(**SHAPES)
+def test_permuting_tokens_or_vocabulary_permutes_the_results(rows, vocabulary, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 7, generator=generator, dtype=torch.float64) for n in (rows, vocabulary))
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    tokens, words = (torch.randperm(n, generator=generator) for n in (rows, vocabulary))
+    plain = linear_logprob_entropy(hidden, weight, target)
+    permuted = linear_logprob_entropy(hidden[tokens], weight[words], torch.argsort(words)[target][tokens])
+    for one, other in zip(plain, permuted, strict=True):
+        torch.testing.assert_close(one[tokens], other)
+
+
+@few
+@given(**SHAPES, padding=st.integers(1, 40))
+def test_ignored_rows_change_no_gradient(rows, vocabulary, seed, padding):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 7, generator=generator) for n in (rows + padding, vocabulary))
+    target = torch.randint(0, vocabulary, (rows + padding,), generator=generator)
+    place = torch.randperm(rows + padding, generator=generator)[:padding].sort().values
+    target[place] = -100
+    live = target >= 0
+    outcomes = []
+    for rows_given in (slice(None), live):
+        leaves = [hidden[rows_given].clone().requires_grad_(), weight.clone().requires_grad_()]
+        value = linear_logprob(*leaves, target[rows_given])
+        outcomes.append((value, *torch.autograd.grad(value.sum(), leaves)))
+    (value, grad, grad_weight), (alone, grad_alone, grad_weight_alone) = outcomes
+    assert torch.equal(value[live], alone)
+    assert torch.equal(grad[live], grad_alone)
+    assert torch.equal(grad_weight, grad_weight_alone)
 
 
 # ---- which gradients -----------------------------------------------------------------------------------------------
