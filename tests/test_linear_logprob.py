@@ -110,6 +110,18 @@ def test_float_dtype_pairs(dtypes):
         assert_as_good_as(kernel=ours[name], eager=eager[name].to(dtype), truth=truth[name], name=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_of_262144(dtype):
+    """64 tiles; a head as flat as an untrained one, where the sum has the most terms that count."""
+    hidden, weight = torch.randn(16, 32).to(dtype), torch.randn(262_144, 32).to(dtype) / 6
+    target = torch.randint(0, 262_144, (16,))
+    target[:2] = torch.tensor([0, 262_143])
+    ours = linear_logprob(hidden, weight, target)
+    eager = eager_logprob(hidden, weight, target)
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target)
+    assert_as_good_as(kernel=ours, eager=eager, truth=truth, factor=1.5 if dtype == torch.float32 else 0.5)
+
+
 def test_weight_gradient_error_does_not_grow_with_tokens_in_bfloat16():
     for rows in (256, 4096):
         inputs, target = tensors(rows=(rows,), hidden_size=16, vocabulary=300, dtype=torch.float32)
@@ -319,6 +331,17 @@ def test_tied_embedding_gets_both_gradients():
     torch.testing.assert_close(gradient(linear_logprob), gradient(reference.linear_logprob))
 
 
+def test_a_view_into_a_flat_parameter_gets_its_gradient():
+    """As FSDP1 holds its weights."""
+    inputs, target = tensors(rows=(12,))
+    flat = torch.randn(7 + 301 * 24, dtype=torch.float64, requires_grad=True)
+
+    def gradient(function):
+        return torch.autograd.grad(function(inputs["hidden"], flat[7:].view(301, 24), target).sum(), flat)[0]
+
+    torch.testing.assert_close(gradient(linear_logprob), gradient(reference.linear_logprob))
+
+
 def test_entropy_can_be_a_constant():
     inputs, target = tensors()
     result = linear_logprob_entropy(inputs["hidden"], inputs["weight"], target, entropy_grad=False)
@@ -422,12 +445,19 @@ def test_target_outside_the_vocabulary_is_named_with_its_position():
             linear_logprob(inputs["hidden"], inputs["weight"], bad)
 
 
+class LikeDTensor(Tensor):
+    def full_tensor(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
 def test_sharded_weights_are_refused_with_the_way_out():
     inputs, target = tensors()
     with pytest.raises(ValueError, match="gather"):
         linear_logprob(inputs["hidden"], inputs["weight"][:0], target)
     with pytest.raises(ValueError, match="GatheredParameters"):
         linear_logprob(inputs["hidden"], torch.empty(0), target)
+    with pytest.raises(ValueError, match=r"DTensor.*weight.full_tensor()"):
+        linear_logprob(inputs["hidden"], inputs["weight"].detach().as_subclass(LikeDTensor), target)
 
 
 @pytest.mark.parametrize(

@@ -75,3 +75,11 @@ def test_triton_small_upstream_gradients_do_not_underflow_in_float16():
         value = linear_logprob(inputs["hidden"], inputs["weight"], target, backend="triton")
         scaled[scale] = torch.autograd.grad((value * scale).sum(), inputs["hidden"])[0].double() / scale
     assert (scaled[2.0**-20] - scaled[1.0]).norm() < 0.05 * scaled[1.0].norm()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_triton_float32_hidden_states_with_a_float16_head():
+    """The products take the wider dtype; each gradient comes back in its input's."""
+    inputs, target = tensors(rows=(20,), dtype=torch.float32)
+    inputs["weight"] = inputs["weight"].detach().half().requires_grad_()
+    judge_triton(inputs, target, upstream(target), temperature=0.7)

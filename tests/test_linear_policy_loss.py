@@ -171,3 +171,20 @@ def test_nothing_counts():
     ):
         assert out["loss"] == 0
         assert (out["d hidden"] == 0).all()
+
+
+def test_compiles_as_one_graph_and_passes_opcheck():
+    from amir_kernels.linear_logprob import call_of
+
+    inputs, target, _, _ = case(dtype=torch.float32, ignored=0)
+    hidden, weight = inputs["hidden"], inputs["weight"]
+
+    def loss(hidden, temperature):
+        return linear_policy_loss(hidden, weight, target, None, torch.ones(B), temperature=temperature).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for temperature in (0.7, 0.9):
+        ours, plain = (torch.autograd.grad(f(hidden, temperature), hidden)[0] for f in (compiled, loss))
+        assert torch.equal(ours, plain)
+    call = call_of(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, None, "torch")
+    torch.library.opcheck(sys.modules["amir_kernels.linear_policy_loss"]._logprob_slope, tuple(call))
