@@ -90,7 +90,7 @@ def main() -> int:
         return 2
     settings = Settings(options.steps, options.threads, options.random_rewards)
     prepare_environment(settings)
-    console = Console()
+    console = Console(width=120)
     measured: dict[str, list[Measurement]] = {contender: [] for contender in options.contenders}
     for turn in range(options.rounds):
         for contender in options.contenders:
@@ -172,7 +172,7 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
     """TRL's GRPOTrainer."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
 
     config = trl_config(contender, settings, folder)
@@ -198,7 +198,7 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
         return rewards
 
     with make_grader(settings) as grade:
-        GRPOTrainer(
+        trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=reward,
@@ -208,7 +208,9 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
             ),
             peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
             callbacks=[Steps()],
-        ).train()
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return laps.measurement(sampling_seconds, sampled)
 
 
