@@ -102,7 +102,17 @@ class _ColumnGrad:
 FormDlogits = Callable[[RowBlock, Slopes, Tensor, int, int], Tensor]
 
 
-class _Sweep:
+class HeadGrads(NamedTuple):
+    """None where not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+
+
+class Sweep:
     """The backward of a call: which gradients, and the two orders in which rows and columns can be gone through."""
 
     def __init__(
@@ -115,14 +125,13 @@ class _Sweep:
         slopes: Slopes,
         unit: Tensor | None,
         wanted: Wanted,
-        workspace: int,
-        make_form: Callable[[Head, Ranges], FormDlogits],
+        ranges: Ranges,
+        form: FormDlogits,
         partial: bool,
     ) -> None:
         self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
-        self.index, self.slopes, self.unit, self.wanted = index, slopes, unit, wanted
-        self.ranges = Ranges.of(head, workspace, index.shape[0])
-        self.form = make_form(head, self.ranges)
+        self.index, self.slopes, self.unit, self.wanted, self.partial = index, slopes, unit, wanted, partial
+        self.ranges, self.form = ranges, form
         self.grad_hidden = self.grad_a = None
         if wanted.hidden:
             dtype = head.accumulate if partial else hidden.dtype
@@ -135,13 +144,19 @@ class _Sweep:
             for tensor, want in zip(columns, (wanted.weight, wanted.bias, wanted.lora_b), strict=True)
         ]
 
-    def run(self) -> None:
+    def run(self) -> HeadGrads:
         """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
         together = all(grad.exact for grad in self.column_grads if grad) or len(self.ranges.rows) == 1
         if self.wanted.hidden or self.wanted.lora_a or together:
             self._rows_outside(with_columns=together)
         if not together:
             self._columns_outside()
+        grad_a = self.grad_a
+        if grad_a is not None and self.head.lora:
+            grad_a = grad_a if self.unit is None else grad_a * self.unit
+            grad_a = grad_a if self.partial else grad_a.to(self.head.lora.a.dtype)
+        weight, bias, grad_b = (grad.grad if grad else None for grad in self.column_grads)
+        return HeadGrads(self.grad_hidden, weight, bias, grad_a, grad_b)
 
     def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
         block = row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
@@ -195,16 +210,6 @@ class _Sweep:
             self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
 
 
-class HeadGrads(NamedTuple):
-    """None where not wanted."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    lora_a: Tensor | None
-    lora_b: Tensor | None
-
-
 def head_grads(
     head: Head,
     hidden: Tensor,
@@ -230,11 +235,7 @@ def head_grads(
         largest = torch.stack([value.abs().max() for value in slopes[1:] if value is not None]).max()
         unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
         slopes = slopes.over(unit)
-    sweep = _Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, workspace, make_form, partial)
-    sweep.run()
-    grad_a = sweep.grad_a
-    if grad_a is not None and head.lora:
-        grad_a = grad_a if unit is None else grad_a * unit
-        grad_a = grad_a if partial else grad_a.to(head.lora.a.dtype)
-    weight, bias, grad_b = (grad.grad if grad else None for grad in sweep.column_grads)
-    return HeadGrads(sweep.grad_hidden, weight, bias, grad_a, grad_b)
+    ranges = Ranges.of(head, workspace, index.shape[0])
+    form = make_form(head, ranges)
+    sweep = Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, ranges, form, partial)
+    return sweep.run()

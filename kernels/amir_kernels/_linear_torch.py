@@ -33,11 +33,14 @@ class Tiles:
         self._tile = like.new_empty(ranges.tallest * ranges.widest)
         self._spare = like.new_empty(2, self.pass_rows * ranges.widest)
 
-    def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int) -> Tensor:
-        """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias."""
-        head, width = self.head, round_up(stop - start, ROW_MULTIPLE)
-        tile = self._tile[: block.padded * width].view(block.padded, width)
-        products = tile[:, : stop - start]
+    def tile(self, block: RowBlock, start: int, stop: int) -> Tensor:
+        """Room for a tile; the same for every tile."""
+        width = round_up(stop - start, ROW_MULTIPLE)
+        return self._tile[: block.padded * width].view(block.padded, width)
+
+    def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int, tile: Tensor) -> Tensor:
+        """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias, in `tile`."""
+        head, products = self.head, tile[:, : stop - start]
         product(block.hidden, weight.T, products)
         if head.lora:
             add_product(products, block.low_rank, head.lora.b[start:stop].to(head.accumulate).T)
@@ -138,7 +141,8 @@ def row_stats(
         block = row_block(head, hidden, target, temperature, index[first:last])
         stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy)
         for start, stop in ranges.columns:
-            tile = tiles.logits(block, head.operands(head.weight[start:stop]), start, stop)
+            tile = tiles.tile(block, start, stop)
+            tiles.logits(block, head.operands(head.weight[start:stop]), start, stop, tile)
             for part, spare, slope, rows in tiles.passes(tile):
                 tiles.finish_logits(part, slope, block, rows, stop - start)
                 fold(part, spare, block.target[rows], start, stop, stats.of(rows))
@@ -149,27 +153,32 @@ def row_stats(
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
+def turn_into_dlogits(tiles: Tiles, tile: Tensor, block: RowBlock, slopes: Slopes, start: int, stop: int) -> Tensor:
+    """dL/dx in the place of a tile of x = hidden @ weight.T + bias."""
+    valid = stop - start
+    owned = (block.target >= start) & (block.target < stop)
+    column = (block.target - start).clamp_(0, valid - 1)[:, None]
+    for part, spare, slope, rows in tiles.passes(tile):
+        tiles.finish_logits(part, slope, block, rows, valid)
+        part.sub_(slopes.shift[rows, None]).clamp_(min=DEEPEST[part.dtype])
+        if slopes.b is None:
+            part.exp_().mul_(slopes.a[rows, None])
+        else:
+            exps = torch.exp(part, out=spare)
+            part.mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
+        at_target = torch.where(owned[rows], slopes.at_target[rows], part.gather(1, column[rows])[:, 0])
+        part.scatter_(1, column[rows], at_target[:, None])
+        if tiles.head.softcap is not None:
+            part.mul_(slope)
+    return tile[:, :valid].to(tiles.head.operand)
+
+
 def torch_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
-    """dL/dx of a tile, where x = hidden @ weight.T + bias, from the recomputed logits."""
+    """Forms the tiles of dL/dx from the recomputed logits."""
     tiles = Tiles(head, ranges)
 
     def form(block: RowBlock, slopes: Slopes, weight: Tensor, start: int, stop: int) -> Tensor:
-        valid = stop - start
-        tile = tiles.logits(block, weight, start, stop)
-        owned = (block.target >= start) & (block.target < stop)
-        column = (block.target - start).clamp_(0, valid - 1)[:, None]
-        for part, spare, slope, rows in tiles.passes(tile):
-            tiles.finish_logits(part, slope, block, rows, valid)
-            part.sub_(slopes.shift[rows, None]).clamp_(min=DEEPEST[part.dtype])
-            if slopes.b is None:
-                part.exp_().mul_(slopes.a[rows, None])
-            else:
-                exps = torch.exp(part, out=spare)
-                part.mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
-            at_target = torch.where(owned[rows], slopes.at_target[rows], part.gather(1, column[rows])[:, 0])
-            part.scatter_(1, column[rows], at_target[:, None])
-            if head.softcap is not None:
-                part.mul_(slope)
-        return tile[:, :valid].to(head.operand)
+        tile = tiles.tile(block, start, stop)
+        return turn_into_dlogits(tiles, tiles.logits(block, weight, start, stop, tile), block, slopes, start, stop)
 
     return form

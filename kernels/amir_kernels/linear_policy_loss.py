@@ -42,7 +42,8 @@ def _block_slope(
     cap_slope = torch.ones_like(stats.shift)
     for start, stop in ranges.columns:
         weight = head.operands(head.weight[start:stop])
-        tile = tiles.logits(block, weight, start, stop)
+        tile = tiles.tile(block, start, stop)
+        tiles.logits(block, weight, start, stop, tile)
         owned = (block.target >= start) & (block.target < stop)
         column = (block.target - start).clamp_(0, stop - start - 1)[:, None]
         before = stats.shift.clone()
