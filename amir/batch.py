@@ -1,6 +1,6 @@
 """From rollouts to the tensors a loss sees: sampled groups, their loss masks and denominators, and micro-batches.
 
-B completions in groups of G; P prompt length (left-padded); C completion length (right-padded).
+N prompts of padded length P; B completions of padded length C.
 """
 
 from collections.abc import Iterator
@@ -17,23 +17,38 @@ from .config import RunConfig
 
 @dataclass(frozen=True)
 class Tokens:
-    """Prompts and completions side by side; every row starts with padding and ends with padding."""
+    """Completions and the prompts that they share: a prompt is held once, whatever the size of its group."""
 
-    prompt_ids: Tensor  # int64 [B, P]
-    prompt_mask: Tensor  # bool [B, P]
-    completion_ids: Tensor  # int64 [B, C]
+    prompt_ids: Tensor  # int64 [N, P], left-padded
+    prompt_mask: Tensor  # bool [N, P]
+    prompt_of: Tensor  # int64 [B], the prompt of each completion
+    completion_ids: Tensor  # int64 [B, C], right-padded
     completion_mask: Tensor  # bool [B, C]; the first EOS included, nothing after it
 
     def __len__(self) -> int:
-        return len(self.prompt_ids)
+        return len(self.completion_ids)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """int64 `[N]`."""
+        return self.prompt_mask.sum(1)
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        """int64 `[B]`."""
+        return self.completion_mask.sum(1)
 
     def rows(self, rows: Tensor) -> "Tokens":
-        """The given rows, trimmed to their own longest prompt and completion."""
-        prompt_mask, completion_mask = self.prompt_mask[rows], self.completion_mask[rows]
-        p = max(int(prompt_mask.sum(1).max()), 1)
-        c = max(int(completion_mask.sum(1).max()), 1)
+        """The given completions with their prompts, trimmed to the longest of each."""
+        prompts, prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        p = int(self.prompt_lengths[prompts].max())
+        c = int(self.completion_lengths[rows].max())
         return Tokens(
-            self.prompt_ids[rows, -p:], prompt_mask[:, -p:], self.completion_ids[rows, :c], completion_mask[:, :c]
+            self.prompt_ids[prompts, -p:],
+            self.prompt_mask[prompts, -p:],
+            prompt_of,
+            self.completion_ids[rows, :c],
+            self.completion_mask[rows, :c],
         )
 
 
@@ -65,11 +80,11 @@ class Batch:
 
 
 def make_batch(tokens: Tokens, rewards: Tensor, truncated: Tensor, config: RunConfig) -> Batch:
-    """Advantages, pairs and masks of sampled groups; `rewards` float32 `[B]`, groups are consecutive rows."""
-    group = torch.arange(len(tokens), device=rewards.device) // config.num_generations
+    """Advantages, pairs and masks of sampled groups, one a prompt; `rewards` float32 `[B]`."""
+    group = tokens.prompt_of
     scale = {"group": "std"}.get(config.scale_rewards, config.scale_rewards)
     baseline = "leave_one_out" if config.loss_type == "reinforce" else "mean"
-    advantages = group_advantage(rewards, config.num_generations, baseline=baseline, scale=scale)
+    advantages = group_advantage(rewards, group, baseline=baseline, scale=scale)
     masked = truncated & config.mask_truncated_completions
     loss_mask = tokens.completion_mask & ~masked[:, None]
     scorable = ~masked & ~rewards.isnan()
@@ -102,44 +117,38 @@ class MicroBatch:
     whole: bool
 
 
-def micro_batches(batch: Batch, token_budget: int, *, keep_groups: bool) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, token_budget: int) -> Iterator[MicroBatch]:
     """Splits the live rows into micro-batches of at most `token_budget` padded tokens, longest first.
 
-    With `keep_groups` (the pair term couples a group's rows) a group that fits the budget stays whole; one that does
-    not is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
+    A group stays together where it fits, since its rows share a prompt and the pair term couples them; one that does not
+    is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
     """
-    lengths = _lengths(batch.tokens)
+    tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()
-    order = live[torch.argsort(lengths[live].sum(1), descending=True, stable=True)]
-    if len(order) == 0:
-        return
-    if not keep_groups:
-        yield from (MicroBatch(rows, True) for rows in _pack(list(order.split(1)), lengths, token_budget))
-        return
+    lengths = (tokens.prompt_lengths[tokens.prompt_of] + tokens.completion_lengths).cpu()
+    order = live[torch.argsort(lengths[live], descending=True, stable=True)]
     group = batch.group.cpu()[order]
     groups = [order[group == g] for g in dict.fromkeys(group.tolist())]
-    small = [rows for rows in groups if _padded_tokens(rows, lengths) <= token_budget]
-    large = [rows for rows in groups if _padded_tokens(rows, lengths) > token_budget]
-    yield from (MicroBatch(rows, True) for rows in _pack(small, lengths, token_budget))
+    small = [rows for rows in groups if padded_tokens(tokens, rows) <= token_budget]
+    large = [rows for rows in groups if padded_tokens(tokens, rows) > token_budget]
+    yield from (MicroBatch(rows, True) for rows in _pack(tokens, small, token_budget))
     for rows in large:
-        yield from (MicroBatch(part, False) for part in _pack(list(rows.split(1)), lengths, token_budget))
+        yield from (MicroBatch(part, False) for part in _pack(tokens, list(rows.split(1)), token_budget))
 
 
-def _pack(units: list[Tensor], lengths: Tensor, token_budget: int) -> Iterator[Tensor]:
-    """Joins consecutive units while their rows, padded to a common width, stay within the budget."""
+def padded_tokens(tokens: Tokens, rows: Tensor) -> int:
+    """Tokens that the model computes for these rows: each prompt once and each completion, padded to the longest."""
+    part = tokens.rows(rows)
+    return part.prompt_ids.numel() + part.completion_ids.numel()
+
+
+def _pack(tokens: Tokens, units: list[Tensor], token_budget: int) -> Iterator[Tensor]:
+    """Joins consecutive units while they stay within the budget; rows in ascending order."""
     held: list[Tensor] = []
     for unit in units:
-        if held and _padded_tokens(torch.cat([*held, unit]), lengths) > token_budget:
+        if held and padded_tokens(tokens, torch.cat([*held, unit])) > token_budget:
             yield torch.cat(held).sort().values
             held = []
         held.append(unit)
     if held:
         yield torch.cat(held).sort().values
-
-
-def _lengths(tokens: Tokens) -> Tensor:
-    return torch.stack([tokens.prompt_mask.sum(1), tokens.completion_mask.sum(1)], dim=1).cpu()
-
-
-def _padded_tokens(rows: Tensor, lengths: Tensor) -> int:
-    return len(rows) * int(lengths[rows].amax(0).sum())

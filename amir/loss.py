@@ -47,7 +47,7 @@ def backward(policy: Policy, batch: Batch, objective: Objective, config: RunConf
     Returns the batch with the log-probs under which it was sampled (those of the first call, before any update) and the
     sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's.
     """
-    micros = list(micro_batches(batch, config.micro_batch_tokens, keep_groups=config.lambda_reg > 0))
+    micros = list(micro_batches(batch, config.micro_batch_tokens))
     weights = _pair_weights(policy, batch, [m for m in micros if not m.whole], config)
     first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
     sums: Sums = Counter()
@@ -111,7 +111,7 @@ def _accumulate(
 
 def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig) -> Tensor | None:
     """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients."""
-    if not parts:
+    if not parts or config.lambda_reg == 0:
         return None
     split = torch.zeros_like(batch.live)
     split[torch.cat([part.rows for part in parts])] = True
@@ -133,7 +133,7 @@ def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config:
 def _score(policy: Policy, batch: Batch, needed: Tensor, token_budget: int) -> Tensor:
     """Log-probs `[B, C]` of the `needed` rows, 0 elsewhere, without a graph."""
     scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
-    for micro in micro_batches(replace(batch, live=needed), token_budget, keep_groups=False):
+    for micro in micro_batches(replace(batch, live=needed), token_budget):
         logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
         scores[micro.rows, : logprobs.shape[1]] = logprobs
     return scores

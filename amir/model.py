@@ -69,16 +69,34 @@ class Policy:
     def _head(self) -> dict[str, Any]:
         return self.support.head_arguments
 
+    def prefill(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        """Hidden states `[N, P, H]` of left-padded prompts and the key-value cache that continues them."""
+        mask = mask.long()
+        output = self.support.body(  # type: ignore[misc]
+            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True
+        )
+        return output.last_hidden_state, output.past_key_values
+
     def _hidden_and_target(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Hidden states `[B, C, H]` that predict the completion tokens, and those tokens with -100 where masked."""
-        ids = torch.cat([tokens.prompt_ids, tokens.completion_ids], dim=1)
-        mask = torch.cat([tokens.prompt_mask, tokens.completion_mask], dim=1).long()
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = self.support.body(  # type: ignore[misc]
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
-        first = tokens.prompt_ids.shape[1] - 1
-        return hidden[:, first:-1], tokens.completion_ids.masked_fill(~tokens.completion_mask, -100)
+        """Hidden states `[B, C, H]` that predict the completion tokens, and those tokens with -100 where masked.
+
+        A prompt is computed once; its completions continue its cache, and their gradients meet in it.
+        """
+        prompt_hidden, cache = self.prefill(tokens.prompt_ids, tokens.prompt_mask)
+        hidden = prompt_hidden[tokens.prompt_of, -1:]
+        if tokens.completion_ids.shape[1] > 1:
+            cache.batch_select_indices(tokens.prompt_of)
+            mask = torch.cat([tokens.prompt_mask[tokens.prompt_of], tokens.completion_mask[:, :-1]], dim=1).long()
+            positions = (mask.cumsum(1) - 1)[:, tokens.prompt_ids.shape[1] :]
+            continued = self.support.body(  # type: ignore[misc]
+                input_ids=tokens.completion_ids[:, :-1],
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self.cache_argument: cache},
+            ).last_hidden_state
+            hidden = torch.cat([hidden, continued], dim=1)
+        return hidden, tokens.completion_ids.masked_fill(~tokens.completion_mask, -100)
 
 
 def load_policy(config: RunConfig) -> Policy:

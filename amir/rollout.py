@@ -35,9 +35,8 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
         output = _generate(policy, ids, mask, group_size, max_new_tokens)
     completion_ids = output[:, ids.shape[1] :]
     completion_mask, truncated = completion_masks(completion_ids, policy.eos_ids)
-    tokens = Tokens(
-        ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0), completion_ids, completion_mask
-    )
+    prompt_of = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
+    tokens = Tokens(ids, mask, prompt_of, completion_ids, completion_mask)
     texts = [
         policy.tokenizer.decode(row[keep], skip_special_tokens=True)
         for row, keep in zip(completion_ids, completion_mask, strict=True)
@@ -68,24 +67,15 @@ def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_ne
     )
     cache = {}
     if ids.shape[1] > 1:
-        cache = {policy.cache_argument: _prefill(policy, ids[:, :-1], mask[:, :-1], group_size)}
+        _, prefilled = policy.prefill(ids[:, :-1], mask[:, :-1])
+        prefilled.batch_repeat_interleave(group_size)
+        cache = {policy.cache_argument: prefilled}
     return policy.base.generate(
         input_ids=ids.repeat_interleave(group_size, 0),
         attention_mask=mask.repeat_interleave(group_size, 0).long(),
         generation_config=generation,
         **cache,
     )
-
-
-def _prefill(policy: Policy, ids: Tensor, mask: Tensor, group_size: int):  # type: ignore[no-untyped-def]
-    """The key-value cache of the prompts less their last token, each prompt's repeated for its group."""
-    mask = mask.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = policy.support.body(  # type: ignore[misc]
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
-    ).past_key_values
-    cache.batch_repeat_interleave(group_size)
-    return cache
 
 
 def _left_pad(prompts: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amir.batch import Batch, Tokens, make_batch, micro_batches
+from amir.batch import Batch, Tokens, make_batch, micro_batches, padded_tokens
 from tiny import run_config
 
 
@@ -13,12 +13,14 @@ def tokens_of(prompt_lengths: list[int], completion_lengths: list[int]) -> Token
     p, c = max(prompt_lengths), max(completion_lengths)
     prompt_mask = torch.arange(p) >= p - torch.tensor(prompt_lengths)[:, None]
     completion_mask = torch.arange(c) < torch.tensor(completion_lengths)[:, None]
-    ids = torch.arange(len(prompt_lengths))[:, None]
-    return Tokens(ids.expand(-1, p), prompt_mask, ids.expand(-1, c), completion_mask)
+    prompt_ids = torch.arange(len(prompt_lengths))[:, None].expand(-1, p)
+    completion_ids = torch.arange(len(completion_lengths))[:, None].expand(-1, c)
+    prompt_of = torch.arange(len(completion_lengths)) // 4
+    return Tokens(prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask)
 
 
 def batch_of(completion_lengths: list[int], rewards: list[float], truncated=None, **changes: object) -> Batch:
-    tokens = tokens_of([2 + i // 4 for i in range(len(rewards))], completion_lengths)
+    tokens = tokens_of([2 + i for i in range(len(rewards) // 4)], completion_lengths)
     cut = torch.tensor(truncated or [False] * len(rewards))
     return make_batch(tokens, torch.tensor(rewards), cut, run_config(**changes))
 
@@ -32,31 +34,32 @@ rows_of_groups = st.integers(1, 4).flatmap(
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows_of_groups, st.integers(1, 400), st.booleans())
-def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget: int, keep_groups: bool) -> None:
+@given(rows_of_groups, st.integers(1, 400))
+def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget: int) -> None:
     lengths, rewards = groups
     batch = batch_of(lengths, rewards)
-    micros = list(micro_batches(batch, budget, keep_groups=keep_groups))
+    micros = list(micro_batches(batch, budget))
     rows = torch.cat([m.rows for m in micros]) if micros else torch.zeros(0, dtype=torch.int64)
     assert sorted(rows.tolist()) == torch.nonzero(batch.live).flatten().tolist()
     for micro in micros:
         part = batch.tokens.rows(micro.rows)
-        padded = part.prompt_ids.numel() + part.completion_ids.numel()
-        assert padded <= budget or len(micro.rows) == 1
-        assert part.prompt_mask.sum() == batch.tokens.prompt_mask[micro.rows].sum()
+        assert padded_tokens(batch.tokens, micro.rows) <= budget or len(micro.rows) == 1
+        assert torch.equal(part.prompt_ids[part.prompt_of, -1], batch.tokens.prompt_of[micro.rows])
+        assert torch.equal(part.prompt_lengths[part.prompt_of], 2 + batch.tokens.prompt_of[micro.rows])
+        assert torch.equal(part.completion_ids[:, 0], micro.rows)
         assert part.completion_mask.sum() == batch.tokens.completion_mask[micro.rows].sum()
-        if keep_groups and micro.whole:
+        if micro.whole:
             for group in set(batch.group[micro.rows].tolist()):
                 held = micro.rows[batch.group[micro.rows] == group].tolist()
                 assert held == torch.nonzero(batch.live & (batch.group == group)).flatten().tolist()
-    if keep_groups and budget >= max(4 * 40, 1):
+    if budget >= 5 + 4 * 30:
         assert all(m.whole for m in micros)
 
 
 def test_longest_rows_go_first_so_that_memory_peaks_at_once() -> None:
     batch = batch_of([3, 9, 1, 5] * 2, [1.0, 0.0, 1.0, 0.0] * 2)
-    widths = [batch.tokens.rows(m.rows).completion_ids.shape[1] for m in micro_batches(batch, 1, keep_groups=False)]
-    assert widths == [9, 9, 5, 5, 3, 3, 1, 1]
+    widths = [batch.tokens.rows(m.rows).completion_ids.shape[1] for m in micro_batches(batch, 1)]
+    assert widths == [9, 5, 3, 1] * 2
 
 
 def test_dead_rows_are_skipped_and_still_counted() -> None:

@@ -25,8 +25,8 @@ def test_any_of_several_eos_ids_ends_a_completion() -> None:
 def test_prefilling_once_samples_what_plain_generation_samples() -> None:
     made = policy()
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    ids = rollout.tokens.prompt_ids
-    mask = rollout.tokens.prompt_mask.long()
+    ids = rollout.tokens.prompt_ids.repeat_interleave(4, 0)
+    mask = rollout.tokens.prompt_mask.long().repeat_interleave(4, 0)
     plain = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=9, eos_token_id=EOS, pad_token_id=PAD)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_state_alone() -> N
 def test_one_token_prompts_and_one_new_token() -> None:
     rollout = sample(policy(), [[5], [6]], 2, 1, seed=0)
     assert rollout.tokens.completion_ids.shape == (4, 1)
-    assert rollout.tokens.prompt_ids.tolist() == [[5], [5], [6], [6]]
+    assert rollout.tokens.prompt_ids[rollout.tokens.prompt_of].tolist() == [[5], [5], [6], [6]]
 
 
 def test_sampling_defaults_of_the_models_page_are_dropped() -> None:
@@ -70,7 +70,8 @@ def oracle(made, rollout, temperature: float) -> torch.Tensor:
     rows = []
     tokens = rollout.tokens
     for row in range(len(tokens)):
-        prompt = tokens.prompt_ids[row][tokens.prompt_mask[row]]
+        place = tokens.prompt_of[row]
+        prompt = tokens.prompt_ids[place][tokens.prompt_mask[place]]
         completion = tokens.completion_ids[row][tokens.completion_mask[row]]
         logits = made.base(input_ids=torch.cat([prompt, completion])[None]).logits[0]
         scores = (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)

@@ -19,8 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from amir.batch import Tokens
+from amir.model import wrap_policy
 from amir_kernels import linear_logprob, supports
-from tiny import model, policy
+from tiny import model, policy, run_config, tokenizer
 
 SIZES = {
     "vocab_size": 97,
@@ -67,6 +69,39 @@ def test_logprobs_from_hidden_states_equal_the_models_own(name: str) -> None:
     if found.softcap is not None or found.logit_scale != 1:
         assert (plain - expected).abs().max() > 0.1
     assert found.tied == CONFIGS[name].tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prompt_computed_once_scores_and_trains_as_if_each_row_had_its_own(name: str) -> None:
+    """Prompts of 3 and 20 tokens under a window of 16, completions of 1 to 12."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    base.get_output_embeddings().weight.data *= 10
+    made = wrap_policy(base, tokenizer(), run_config())
+    for parameter in made.trainable().values():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    prompt_mask = torch.arange(20) >= torch.tensor([[17], [0]])
+    completion_mask = torch.arange(12) < torch.tensor([12, 1, 7, 12, 5])[:, None]
+    prompt_of = torch.tensor([0, 0, 1, 1, 1])
+    tokens = Tokens(
+        torch.randint(3, 97, (2, 20)), prompt_mask, prompt_of, torch.randint(3, 97, (5, 12)), completion_mask
+    )
+    upstream = torch.randn(5, 12)
+
+    ours = made.logprobs(tokens)
+    ours.backward(upstream)
+    gradients = [p.grad.clone() for p in made.trainable().values()]
+    made.model.zero_grad()
+
+    ids = torch.cat([tokens.prompt_ids[prompt_of], tokens.completion_ids], 1)
+    mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1).long()
+    logits = base(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    scores = logits[:, 19:-1].log_softmax(-1).gather(2, tokens.completion_ids[..., None])[..., 0]
+    expected = torch.where(completion_mask, scores, 0)
+    expected.backward(upstream)
+    assert torch.allclose(ours, expected, atol=1e-5, rtol=1e-5)
+    for left, right in zip(gradients, [p.grad for p in made.trainable().values()], strict=True):
+        assert (left - right).norm() <= 1e-4 * right.norm()
 
 
 def test_the_wrapped_policy_is_served() -> None:
