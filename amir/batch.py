@@ -120,8 +120,8 @@ class MicroBatch:
 def micro_batches(batch: Batch, token_budget: int) -> Iterator[MicroBatch]:
     """Splits the live rows into micro-batches of at most `token_budget` padded tokens, longest first.
 
-    A group stays together where it fits, since its rows share a prompt and the pair term couples them; one that does not
-    is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
+    A group stays together where it fits, since its rows share a prompt and the pair term couples them; one that does
+    not is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
     """
     tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from amir_kernels import OBJECTIVES, Objective, amir_loss, preference_weights, sequence_logprob
+from amir_kernels import OBJECTIVES, Objective, amir_loss, preference_loss, preference_weights, sequence_logprob
 
 from .batch import Batch, MicroBatch, micro_batches, pair_options
 from .config import RunConfig
@@ -48,9 +48,9 @@ def backward(policy: Policy, batch: Batch, objective: Objective, config: RunConf
     sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's.
     """
     micros = list(micro_batches(batch, config.micro_batch_tokens))
-    weights = _pair_weights(policy, batch, [m for m in micros if not m.whole], config)
-    first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
     sums: Sums = Counter()
+    weights = _pair_weights(policy, batch, [m for m in micros if not m.whole], config, sums)
+    first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
     for micro in micros:
         logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
         if first_old is not None:
@@ -64,10 +64,14 @@ def _accumulate(
     micro: MicroBatch,
     objective: Objective,
     config: RunConfig,
-    weights: Tensor | None,
+    weights: Tensor,
     sums: Sums,
 ) -> Tensor:
-    """Forward and backward of one micro-batch; returns its log-probs."""
+    """Forward and backward of one micro-batch, whose pairs are formed here unless `weights` speak for them already.
+
+    Returns the micro-batch's log-probs.
+    """
+    forms_pairs = micro.whole and config.lambda_reg > 0
     rows = micro.rows
     tokens = batch.tokens.rows(rows)
     mask = tokens.completion_mask
@@ -88,7 +92,7 @@ def _accumulate(
         lambda_reg=config.lambda_reg,
         ref_free=config.ref_free or batch.ref_logprobs is None,
         normalize=config.normalize,
-        preference_weights=None if micro.whole or weights is None else weights[rows],
+        preference_weights=None if forms_pairs else weights[rows],
         num_pairs=batch.num_pairs.clamp(min=1),
         num_tokens=batch.num_tokens,
         num_sequences=batch.num_sequences,
@@ -100,8 +104,8 @@ def _accumulate(
     sums.update(loss.metrics)
     sums.update(
         {
-            "loss": loss.loss.detach(),
-            "preference_loss": loss.preference.detach(),
+            "policy_loss": loss.policy.detach(),
+            "preference_loss": loss.preference.detach() if forms_pairs else 0,
             "policy_grad_square": from_policy[0].square().sum(),
             "pair_grad_square": from_pairs.square().sum(),
         }
@@ -109,24 +113,25 @@ def _accumulate(
     return logprobs
 
 
-def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig) -> Tensor | None:
-    """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients."""
+def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig, sums: Sums) -> Tensor:
+    """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients.
+
+    Zero elsewhere: a whole micro-batch forms its own pairs. Adds the value of the split groups' term to `sums`.
+    """
     if not parts or config.lambda_reg == 0:
-        return None
+        return torch.zeros_like(batch.rewards)
     split = torch.zeros_like(batch.live)
     split[torch.cat([part.rows for part in parts])] = True
     mask = batch.loss_mask & split[:, None]
     score = sequence_logprob(_score(policy, batch, split, config.micro_batch_tokens), mask, normalize=config.normalize)
     if not config.ref_free and batch.ref_logprobs is not None:
         score = score - sequence_logprob(batch.ref_logprobs, mask, normalize=config.normalize)
-    return preference_weights(
-        score,
-        batch.rewards,
-        batch.group,
-        valid=split,
-        num_pairs=batch.num_pairs.clamp(min=1),
-        **pair_options(config),
+    pairs = {"valid": split, "num_pairs": batch.num_pairs.clamp(min=1), **pair_options(config)}
+    term = preference_loss(score, batch.rewards, batch.group, **pairs)
+    sums.update(
+        {"preference_loss": term.loss, "pairs": term.pairs, "pairs_correct": (term.accuracy * term.pairs).nan_to_num()}
     )
+    return preference_weights(score, batch.rewards, batch.group, **pairs)
 
 
 @torch.no_grad()

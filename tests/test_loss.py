@@ -46,19 +46,20 @@ def distance(left: list[Tensor], right: list[Tensor]) -> float:
     return (difference / sum(float(b.detach().square().sum()) for b in right)) ** 0.5
 
 
-def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]], list[int], Policy]:
-    """Gradients of two inner steps on one batch, the micro-batches of the first, and the policy after both."""
+def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]], list[int], list[float], Policy]:
+    """Gradients of two inner steps on one batch, micro-batches of the first, loss values, the policy after both."""
     config = run_config(micro_batch_tokens=budget, num_iterations=2, **changes)
     made = policy(config)
     optimizer = make_optimizer(config, made.trainable())
     batch = sampled(made, config)
     sizes = [len(m.rows) for m in micro_batches(batch, budget)]
-    steps = []
+    steps, values = [], []
     for _ in range(2):
-        batch, _ = backward(made, batch, objective_of(config), config)
+        batch, sums = backward(made, batch, objective_of(config), config)
         steps.append(gradients(made))
+        values += [float(sums[name]) for name in ("policy_loss", "preference_loss", "pairs", "pairs_correct", "tokens")]
         apply_update(optimizer, config, 1)
-    return steps, sizes, made
+    return steps, sizes, values, made
 
 
 def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None) -> list[Tensor]:
@@ -108,7 +109,7 @@ def test_gradient_is_that_of_full_logits_and_the_plain_loss(changes: dict[str, o
     filled, sums = backward(made, batch, objective_of(config), config)
     ours = gradients(made)
     assert distance(ours, oracle(made, batch, config, None)) < TOLERANCE
-    assert float(sums["loss"]) != 0
+    assert float(sums["pairs"]) == float(batch.num_pairs)
 
     generator = torch.Generator().manual_seed(5)
     for parameter in made.trainable().values():
@@ -122,10 +123,11 @@ def test_gradient_is_that_of_full_logits_and_the_plain_loss(changes: dict[str, o
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("budget", [THREE_PARTS, ROW_BY_ROW])
 def test_micro_batch_size_changes_nothing_over_two_inner_steps(budget: int, changes: dict[str, object]) -> None:
-    whole, sizes, expected = two_inner_steps(WHOLE, **changes)
+    whole, sizes, values, expected = two_inner_steps(WHOLE, **changes)
     assert len(sizes) == 1
-    parts, sizes, made = two_inner_steps(budget, **changes)
+    parts, sizes, part_values, made = two_inner_steps(budget, **changes)
     assert len(sizes) >= 3
+    assert part_values == pytest.approx(values, rel=1e-4, abs=1e-6)
     for left, right in zip(parts, whole, strict=True):
         assert distance(left, right) < TOLERANCE
     assert distance(list(made.trainable().values()), list(expected.trainable().values())) < 1e-3
