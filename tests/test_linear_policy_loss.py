@@ -74,11 +74,52 @@ def test_parts_of_the_objective_and_trained_heads(changes, trained):
     inputs, target, mask, data = case(rank=2, trained=trained)
     options = {"objective": OBJECTIVES["grpo"].replace(**changes), "ref_logprobs": data["ref_logprobs"]}
     weights = torch.tensor([0.3, 0.0, -0.1, 0.0], dtype=torch.float64)
-    options |= {"preference_weights": weights, "num_sequences": 9}
+    options |= {"preference_weights": weights, "num_sequences": 9, "workspace_bytes": 40_000}
     ours = run(linear_policy_loss, inputs, target, mask, data, **options)
     theirs = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("bias",), ("weight", "bias", "a", "b")])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_trained_head_formed_in_the_forward(trained, softcap):
+    """Several row blocks, each needing its own slopes before the next; a temperature per token; a scaled loss."""
+    inputs, target, mask, data = case(rank=2 if "a" in trained else 0, trained=trained)
+    options = {
+        "softcap": softcap,
+        "temperature": torch.rand(B, L, dtype=torch.float64) + 0.5,
+        "workspace_bytes": 40_000,
+    }
+    outcomes = []
+    for function in (linear_policy_loss, reference.linear_policy_loss):
+        scaled = lambda *args, f=function, **kw: f(*args, **kw)._replace(loss=3 * f(*args, **kw).loss)
+        outcomes.append(run(scaled, inputs, target, mask, data, **options))
+    for name, value in outcomes[0].items():
+        torch.testing.assert_close(value, outcomes[1][name], rtol=1e-9, atol=1e-13, msg=name)
+
+
+def test_formed_gradients_are_handed_over_once():
+    inputs, target, mask, data = case(trained=("weight",))
+    loss = linear_policy_loss(
+        inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
+    ).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed them over already"):
+        loss.backward()
+
+
+def test_trained_float32_head_errs_no_more_than_eager():
+    """As a whole: a row of the weight owes its gradient to the one or two tokens that make its entry likely."""
+    inputs, target, mask, data = case(dtype=torch.float32, trained=("weight",), vocabulary=1003, hidden_size=48)
+    options = {"objective": "reinforce"}
+    ours = run(linear_policy_loss, inputs, target, mask, data, workspace_bytes=400_000, **options)
+    eager = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    wide = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in inputs.items()}
+    truth = run(reference.linear_policy_loss, wide, target, mask, {n: v.double() for n, v in data.items()}, **options)
+    for name in ("d hidden", "d weight"):
+        flat = [outcome[name].reshape(-1) for outcome in (ours, eager, truth)]
+        assert_as_good_as(kernel=flat[0], eager=flat[1], truth=flat[2], factor=1.5, name=name)
 
 
 @pytest.mark.parametrize("normalize", ["mean", "sum"])

@@ -12,12 +12,15 @@ Legend: N rows (tokens), n live rows, R rows of a block, B completions, L padded
 V vocabulary, r LoRA rank.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ._layout import compute_dtype, token_layout
+from ._linear_backward import Wanted
+from ._linear_formed import FormedLoss, FormedSweep
 from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
 from ._linear_torch import RowStats, Tiles, empty_stats, fold
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
@@ -184,10 +187,12 @@ def linear_policy_loss(
         weight, bias, temperature, softcap, logit_scale, lora, ignore_index, process_group, workspace_bytes, backend: as
             in `linear_logprob_entropy`; so are dtypes, numerics and which inputs get gradients.
 
-    Where only hidden needs a gradient (frozen head), on the torch backend, without process group and entropy bonus,
-    the forward also forms d logprob / d hidden: 4 N H V flops in all, and 2 N H V for tokens whose gradient is known to
-    be 0 (advantage 0, no KL, no preference weight). It keeps one float32 `[..., H]` tensor for the backward. Otherwise
-    this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a trained head. Log-probs are the same bits either way.
+    On the torch backend, without process group and entropy bonus, gradients are formed in the forward, and tokens whose
+    gradient is known to be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a
+    gradient (frozen head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where
+    float32 parameters of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and
+    torch.compile does not trace this form. Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a
+    trained head. Log-probs are the same bits in every form.
     """
     chosen = _resolve(objective)
     _refuse_sequence_level(chosen)
@@ -205,44 +210,72 @@ def linear_policy_loss(
         "workspace_bytes": workspace_bytes,
         "backend": backend,
     }
-    entropy = None
+
+    def loss_of(logprob: Tensor, entropy: Tensor | None = None) -> PolicyLoss:
+        loss, metrics = policy_loss(
+            logprob,
+            old_logprobs,
+            advantages,
+            kept,
+            cu_seqlens=cu_seqlens,
+            ref_logprobs=ref_logprobs,
+            objective=chosen,
+            importance_weight=importance_weight,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            entropy=entropy,
+        )
+        if preference_weights is not None:
+            scores = sequence_logprob(logprob, kept, cu_seqlens=cu_seqlens, normalize=normalize)
+            loss = loss + (preference_weights.detach() * scores).sum()
+        return PolicyLoss(loss, metrics)
+
     if chosen.entropy_coef:
-        logprob, entropy, _ = linear_logprob_entropy(hidden, weight, counted, **options)
-    elif (call := _frozen_call(hidden, weight, counted, options)) is not None:
-        moving = kept
-        if not (chosen.kl_coef or chosen.mirror_coef):
-            dtype = compute_dtype(advantages)
-            moving = layout.per_token("advantages", advantages, dtype) != 0
-            if preference_weights is not None:
-                moving = moving | layout.spread(preference_weights != 0)
-        still = linear_logprob(hidden.detach(), weight, torch.where(moving, ignore_index, counted), **options)
-        logprob = _logprob_slope(*call._replace(target=torch.where(moving, counted, ignore_index)))[0] + still
-    else:
-        logprob = linear_logprob(hidden, weight, counted, **options)
-    loss, metrics = policy_loss(
-        logprob,
-        old_logprobs,
-        advantages,
-        kept,
-        cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs,
-        objective=chosen,
-        importance_weight=importance_weight,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        entropy=entropy,
-    )
-    if preference_weights is not None:
-        scores = sequence_logprob(logprob, kept, cu_seqlens=cu_seqlens, normalize=normalize)
-        loss = loss + (preference_weights.detach() * scores).sum()
-    return PolicyLoss(loss, metrics)
+        result = linear_logprob_entropy(hidden, weight, counted, **options)
+        return loss_of(result.logprob, result.entropy)
+    call = call_of(hidden, weight, counted, **options)
+    form = _form(call)
+    if form == "two passes":
+        return loss_of(linear_logprob(hidden, weight, counted, **options))
+    moving = kept
+    if not (chosen.kl_coef or chosen.mirror_coef):
+        moving = layout.per_token("advantages", advantages, compute_dtype(advantages)) != 0
+        if preference_weights is not None:
+            moving = moving | layout.spread(preference_weights != 0)
+    with torch.no_grad():
+        still = linear_logprob(hidden, weight, torch.where(moving, ignore_index, counted), **options)
+    call = call._replace(target=torch.where(moving, counted, ignore_index))
+    if form == "slope":
+        return loss_of(_logprob_slope(*call)[0] + still)
+    return _formed_loss(call, still, loss_of)
 
 
-def _frozen_call(hidden: Tensor, weight: Tensor, target: Tensor, options: dict[str, Any]) -> Call | None:
-    """The op's arguments, where the slope of one sweep is all that the backward needs."""
-    lora = options["lora"] or ()
-    trained = any(isinstance(t, Tensor) and t.requires_grad for t in (weight, options["bias"], *lora))
-    if trained or not (hidden.requires_grad and torch.is_grad_enabled()):
-        return None
-    call = call_of(hidden, weight, target, **options)
-    return None if call.triton or call.group else call
+def _form(call: Call) -> str:
+    """How the gradients come about: "slope" and "formed" in the forward, or "two passes"."""
+    trained = [tensor for tensor in call.differentiable[1:] if tensor is not None and tensor.requires_grad]
+    if call.triton or call.group or not torch.is_grad_enabled():
+        return "two passes"
+    if not trained:
+        return "slope" if call.hidden.requires_grad else "two passes"
+    exact = all(tensor.dtype == call.head.accumulate for tensor in trained)
+    return "formed" if exact and not torch.compiler.is_compiling() else "two passes"
+
+
+def _formed_loss(call: Call, still: Tensor, loss_of: Callable[[Tensor], PolicyLoss]) -> PolicyLoss:
+    """The loss with the gradients of a trained head, formed block by block; `still` has the other tokens' log-probs."""
+
+    def loss_slope(positions: Tensor, logprob: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = still.reshape(-1).index_copy(0, positions, logprob).requires_grad_()
+            (grad,) = torch.autograd.grad(loss_of(leaf.view(still.shape)).loss, leaf)
+        return grad[positions]
+
+    leaves = call.differentiable
+    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in leaves))
+    with torch.no_grad(), exact_products(call.hidden.device):
+        index = live_rows(call, call.weight.shape[0])
+        arguments = (call.head, call.hidden, call.target, call.row_temperature, index, wanted, call.workspace)
+        sweep = FormedSweep(*arguments, loss_slope)
+        grads = sweep.run()
+        loss, metrics = loss_of(still.reshape(-1).index_copy(0, index, sweep.logprob).view(still.shape))
+    return PolicyLoss(FormedLoss.apply(loss, grads, *leaves), metrics)
