@@ -4,6 +4,8 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 RESULTS = ("logprob", "entropy", "lse")
 SMALL = 40_000
@@ -60,3 +62,24 @@ def options_of(temperature, softcap, scale, target, dtype):
     if temperature == "row":
         temperature = torch.rand(target.shape, dtype=dtype) + 0.5
     return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive after any torch call, of storages allocated while this is on."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.given:
+                    self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {at: entry for at, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        return out

@@ -9,13 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
 from amir_kernels._linear_head import choose_blocks
 from amir_kernels.linear_logprob import _backward, _forward
-from head_cases import SMALL, run, tensors, upstream
+from head_cases import SMALL, LiveBytes, run, tensors, upstream
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
 
@@ -147,27 +145,6 @@ def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, b
     assert large.rows >= small.rows
     assert large.columns >= small.columns
     assert small.columns <= max(16, -(-vocabulary // 16) * 16)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive after any torch call, of storages allocated while this is on."""
-
-    def __init__(self, *given: torch.Tensor) -> None:
-        super().__init__()
-        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self.given:
-                    self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        self.live = {at: entry for at, entry in self.live.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

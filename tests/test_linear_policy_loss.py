@@ -5,9 +5,10 @@ import sys
 import pytest
 import torch
 
-from amir_kernels import OBJECTIVES, linear_logprob, linear_policy_loss, reference
+from amir_kernels import OBJECTIVES, PolicyLoss, linear_logprob, linear_policy_loss, reference
+from amir_kernels.linear_logprob import call_of
 from closeness import assert_as_good_as
-from head_cases import tensors
+from head_cases import LiveBytes, tensors
 
 B, L = 4, 11
 
@@ -214,9 +215,30 @@ def test_nothing_counts():
         assert (out["d hidden"] == 0).all()
 
 
-def test_compiles_as_one_graph_and_passes_opcheck():
-    from amir_kernels.linear_logprob import call_of
+@pytest.mark.parametrize("trained", [(), ("weight",)])
+@pytest.mark.parametrize("workspace", [2**21, 2**23])
+def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
+    """Beyond what is kept for the backward: the slope, or the gradients. 200 bytes a token for the O(N) numbers."""
+    rows, vocabulary, hidden_size = 1000, 3001, 48
+    hidden, weight = torch.randn(rows, hidden_size, requires_grad=True), torch.randn(vocabulary, hidden_size)
+    weight.requires_grad_("weight" in trained)
+    target, cu_seqlens = torch.randint(0, vocabulary, (rows,)), torch.arange(0, rows + 1, 250)
+    arguments = (hidden, weight, target, None, torch.ones(4))
+    call = call_of(hidden, weight, target, None, 1.0, None, 1.0, None, -100, None, workspace, "torch")
+    module = sys.modules["amir_kernels.linear_policy_loss"]
+    with LiveBytes(hidden, weight, target) as live:
+        if trained:
+            module._formed_loss(call, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {}))
+            kept = hidden.nbytes + weight.nbytes
+        else:
+            with torch.no_grad():
+                module._forward(*call)
+            kept = hidden.nbytes
+    assert live.peak - kept <= workspace + 200 * rows
+    assert linear_policy_loss(*arguments, cu_seqlens=cu_seqlens, workspace_bytes=workspace).loss.isfinite()
 
+
+def test_compiles_as_one_graph_and_passes_opcheck():
     inputs, target, _, _ = case(dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"], inputs["weight"]
 

@@ -29,13 +29,15 @@ class Tiles:
     def __init__(self, head: Head, ranges: Ranges) -> None:
         self.head = head
         self.pass_rows = min(ranges.pass_rows, ranges.tallest)
-        like = torch.empty(0, dtype=head.accumulate, device=head.weight.device)
-        self._tile = like.new_empty(ranges.tallest * ranges.widest)
-        self._spare = like.new_empty(2, self.pass_rows * ranges.widest)
+        self._size = ranges.tallest * ranges.widest
+        self._tile: Tensor | None = None
+        self._spare = torch.empty(2, self.pass_rows * ranges.widest, dtype=head.accumulate, device=head.weight.device)
 
     def tile(self, block: RowBlock, start: int, stop: int) -> Tensor:
-        """Room for a tile; the same for every tile."""
+        """Room for a tile; the same for every tile, allocated for the first."""
         width = round_up(stop - start, ROW_MULTIPLE)
+        if self._tile is None:
+            self._tile = self._spare.new_empty(self._size)
         return self._tile[: block.padded * width].view(block.padded, width)
 
     def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int, tile: Tensor) -> Tensor:
