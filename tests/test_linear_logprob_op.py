@@ -135,10 +135,10 @@ def test_fake_and_meta_tensors():
     depth=st.integers(1, 9000),
     budgets=st.tuples(st.integers(1, 2**30), st.integers(1, 2**30)),
     itemsize=st.sampled_from([4, 8]),
-    converted=st.booleans(),
+    copies=st.integers(0, 3),
 )
-def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, converted):
-    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, converted) for budget in sorted(budgets))
+def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, copies):
+    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, copies) for budget in sorted(budgets))
     assert small.rows >= 16
     assert small.columns >= 16
     assert small.pass_rows >= 16

@@ -83,3 +83,10 @@ def test_triton_float32_hidden_states_with_a_float16_head():
     inputs, target = tensors(rows=(20,), dtype=torch.float32)
     inputs["weight"] = inputs["weight"].detach().half().requires_grad_()
     judge_triton(inputs, target, upstream(target), temperature=0.7)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_triton_reads_a_transposed_head_in_place():
+    inputs, target = tensors(rows=(20,), dtype=torch.float32)
+    inputs["weight"] = inputs["weight"].detach().T.contiguous().T.requires_grad_()
+    judge_triton(inputs, target, upstream(target))

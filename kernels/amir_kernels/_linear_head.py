@@ -84,32 +84,32 @@ def default_workspace(device: torch.device) -> int:
     return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES_GPU)
 
 
-def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, converted: bool) -> Blocks:
+def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, copies: int) -> Blocks:
     """The largest blocks whose scratch fits `workspace` bytes; at least 16 x 16. Does not depend on the number of rows.
 
-    `depth` is H + r. A quarter is for elementwise work, another for weight tiles in a second dtype where `converted`,
+    `depth` is H + r. A quarter is for elementwise work, another for the `copies` of weight tiles where there are any,
     the rest for the rows. Rows and columns each grow with the workspace, or stay.
     """
     widest = min(MAX_COLUMNS, round_up(vocabulary, ROW_MULTIPLE))
-    per_column = itemsize * max(3 * ROW_MULTIPLE, 3 * depth if converted else 0)
+    per_column = itemsize * max(3 * ROW_MULTIPLE, copies * depth)
     columns = widest
     while columns > ROW_MULTIPLE and columns * per_column > workspace // 4:
         columns = max(ROW_MULTIPLE, round_up(columns // 2, ROW_MULTIPLE))
-    for_rows = workspace - workspace // 4 * (2 if converted else 1)
+    for_rows = workspace - workspace // 4 * (2 if copies else 1)
     rows = for_rows // (itemsize * (widest + 3 * depth) * ROW_MULTIPLE) * ROW_MULTIPLE
     pass_rows = min(PASS_BYTES, workspace // 8) // (columns * itemsize * ROW_MULTIPLE) * ROW_MULTIPLE
     return Blocks(max(rows, ROW_MULTIPLE), columns, max(pass_rows, ROW_MULTIPLE))
 
 
-def _converted(head: Head) -> bool:
-    """Whether weight tiles exist a second time in another dtype, or their gradients in float32 beside it."""
-    return head.weight.dtype not in (head.operand, head.accumulate) or head.operand != head.accumulate
+def _weight_copies(head: Head) -> int:
+    """Weight tiles in scratch: two on the way to the products' dtype, one float32 sum of a 16-bit gradient."""
+    return 2 * (head.weight.dtype != head.operand) + (head.weight.dtype != head.accumulate)
 
 
 def blocks_of(head: Head, workspace: int) -> Blocks:
     vocabulary, hidden_size = head.weight.shape
     depth = hidden_size + (head.lora.a.shape[0] if head.lora else 0)
-    return choose_blocks(vocabulary, depth, workspace, head.accumulate.itemsize, _converted(head))
+    return choose_blocks(vocabulary, depth, workspace, head.accumulate.itemsize, _weight_copies(head))
 
 
 def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
@@ -118,9 +118,7 @@ def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
     depth = head.weight.shape[1] + (head.lora.a.shape[0] if head.lora else 0)
     tall = min(blocks.rows, round_up(rows, ROW_MULTIPLE))
     numbers = tall * (blocks.columns + 3 * depth) + 2 * min(blocks.pass_rows, tall) * blocks.columns
-    if _converted(head):
-        numbers += 3 * blocks.columns * depth
-    return numbers * head.accumulate.itemsize
+    return (numbers + _weight_copies(head) * blocks.columns * depth) * head.accumulate.itemsize
 
 
 @contextlib.contextmanager

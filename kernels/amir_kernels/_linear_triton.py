@@ -67,6 +67,8 @@ def stats_kernel(
     N,
     H,
     V,
+    weight_row,
+    weight_column,
     rank,
     split_tiles,
     softcap,
@@ -105,6 +107,8 @@ def stats_kernel(
             row_mask,
             H,
             V,
+            weight_row,
+            weight_column,
             rank,
             softcap,
             logit_scale,
@@ -165,6 +169,8 @@ def dlogits_kernel(
     N,
     H,
     V,
+    weight_row,
+    weight_column,
     rank,
     start,
     width,
@@ -199,6 +205,8 @@ def dlogits_kernel(
         row_mask,
         H,
         V,
+        weight_row,
+        weight_column,
         rank,
         softcap,
         logit_scale,
@@ -247,14 +255,14 @@ def splits_of(vocabulary: int, config: Config) -> tuple[int, int]:
     return triton.cdiv(tiles, each), each
 
 
-def _head_arguments(head: Head, block: RowBlock, weight: Tensor) -> tuple[Tensor, ...]:
+def _head_arguments(head: Head, block: RowBlock) -> tuple[Tensor, ...]:
     """hidden, weight, bias, low_rank, lora_b, target, temperature; others stand in for those that are absent."""
     heat = block.temperature
     if not isinstance(heat, Tensor):
         heat = torch.full((block.padded,), heat, dtype=torch.float32, device=block.hidden.device)
     bias = block.hidden if head.bias is None else head.bias.contiguous()
     low_rank, lora_b = (heat, heat) if head.lora is None else (block.low_rank, head.lora.b.contiguous())
-    return block.hidden, weight, bias, low_rank, lora_b, block.target, heat
+    return block.hidden, head.weight, bias, low_rank, lora_b, block.target, heat
 
 
 def options_of(head: Head, config: Config, with_entropy: bool) -> dict[str, object]:
@@ -284,7 +292,6 @@ def triton_row_stats(
     """`row_stats` of the torch backend, by the kernels."""
     config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
     splits, each = splits_of(vocabulary, config)
-    weight = head.weight.contiguous()
     result = empty_stats(index.shape[0], hidden, torch.float32, with_entropy)
     for first, last in Ranges.of(head, workspace, index.shape[0]).rows:
         block = row_block(head, hidden, target, temperature, index[first:last])
@@ -292,12 +299,13 @@ def triton_row_stats(
         partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=hidden.device)
         merged = torch.zeros(4, rows, dtype=torch.float32, device=hidden.device)
         stats_kernel[(triton.cdiv(rows, config.rows) * splits,)](
-            *_head_arguments(head, block, weight),
+            *_head_arguments(head, block),
             partial,
             merged[3],
             rows,
             hidden_size,
             vocabulary,
+            *head.weight.stride(),
             head.lora.a.shape[0] if head.lora else 0,
             each,
             head.softcap or 1.0,
@@ -312,14 +320,13 @@ def triton_row_stats(
 def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
     """`torch_dlogits` by the kernel: the tile comes in the products' own dtype, 16 bits where they are."""
     config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
-    weight = head.weight.contiguous()
-    room = torch.empty(ranges.tallest * ranges.widest, dtype=head.compute, device=weight.device)
+    room = torch.empty(ranges.tallest * ranges.widest, dtype=head.compute, device=head.weight.device)
 
     def form(block: RowBlock, slopes: Slopes, _: Tensor, start: int, stop: int) -> Tensor:
         rows, width = block.padded, stop - start
         dlogits = room[: rows * width].view(rows, width)
         dlogits_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(width, config.columns),)](
-            *_head_arguments(head, block, weight),
+            *_head_arguments(head, block),
             slopes.shift,
             slopes.a,
             slopes.a if slopes.b is None else slopes.b,
@@ -328,6 +335,7 @@ def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
             rows,
             hidden_size,
             vocabulary,
+            *head.weight.stride(),
             head.lora.a.shape[0] if head.lora else 0,
             start,
             width,

@@ -31,20 +31,22 @@ def add_product(
     row_mask,
     column_mask,
     depth,
+    right_row,
+    right_column,
     COMPUTE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T, row-major with `depth` columns, summed in float32."""
+    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T over `depth` entries, in float32; left is row-major."""
     k = tl.arange(0, BLOCK_K)
     left_at = left + rows[:, None] * depth + k[None, :]
-    right_at = right + columns.to(tl.int64)[:, None] * depth + k[None, :]
+    right_at = right + columns.to(tl.int64)[:, None] * right_row + k[None, :] * right_column
     for start in range(0, depth, BLOCK_K):
         k_mask = k < depth - start
         a = tl.load(left_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
         b = tl.load(right_at, mask=column_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         left_at += BLOCK_K
-        right_at += BLOCK_K
+        right_at += BLOCK_K * right_column
     return acc
 
 
@@ -90,6 +92,8 @@ def logits_tile(
     row_mask,
     H,
     V,
+    weight_row,
+    weight_column,
     rank,
     softcap,
     logit_scale,
@@ -107,7 +111,9 @@ def logits_tile(
     """
     column_mask = columns < V
     acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
-    acc = add_product(acc, hidden, weight, rows, columns, row_mask, column_mask, H, COMPUTE, BLOCK_K)
+    acc = add_product(
+        acc, hidden, weight, rows, columns, row_mask, column_mask, H, weight_row, weight_column, COMPUTE, BLOCK_K
+    )
     if HAS_LORA:
         acc = add_low_rank_product(acc, low_rank, lora_b, rows, columns, row_mask, column_mask, rank, COMPUTE, BLOCK_K)
     if HAS_BIAS:

@@ -42,7 +42,7 @@ def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, everything: boo
     return Head(weight, bias, lora, 30.0 if everything else None, 1.0, dtype)
 
 
-def _arguments(head: Any, config: Any) -> dict[str, Any]:
+def _arguments(head: Any) -> dict[str, Any]:
     """Values or pointer types that the launcher would pass, by the kernels' argument names."""
     pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[head.compute]
     vocabulary, hidden_size = head.weight.shape
@@ -54,6 +54,8 @@ def _arguments(head: Any, config: Any) -> dict[str, Any]:
         "N": ROWS,
         "H": hidden_size,
         "V": vocabulary,
+        "weight_row": hidden_size,
+        "weight_column": 1,
         "rank": RANK if head.lora else 0,
         "start": 4096,
         "width": 4096,
@@ -69,11 +71,11 @@ def _source(kernel: Any, head: Any, config: Any, with_entropy: bool) -> tuple[An
 
     options = options_of(head, config, with_entropy)
     resources = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    values = _arguments(head, config) | options
+    values = _arguments(head) | options
     signature, constants, hints = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = values[name]
-        if name in options:
+        if name in options or (isinstance(value, int) and value == 1):
             signature[name], constants[(place,)] = "constexpr", value
             continue
         signature[name] = value if isinstance(value, str) else "fp32" if isinstance(value, float) else "i32"
