@@ -47,7 +47,7 @@ class Terminal:
         """Shows one step and adds it to TensorBoard."""
         summary = (
             f"reward {metrics['reward']:.2f}  success {metrics['success']:.2f}  pairs {metrics['pairs']:3d}  "
-            f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1024:.1f} GiB"
+            f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
         self._progress.update(self._task, completed=metrics["step"], description=summary)
         self.console.print(f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s", highlight=False)

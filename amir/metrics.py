@@ -36,7 +36,7 @@ METRICS = {
     "rollout_seconds": "seconds spent sampling and grading",
     "reference_seconds": "seconds spent on advantages, pairs and reference log-probs",
     "update_seconds": "seconds spent on forward, backward and optimizer",
-    "peak_memory_mb": "peak memory so far, MiB: the GPU's allocated memory, else this process's resident memory",
+    "peak_memory_mb": "peak memory so far, MB (10^6 bytes): allocated on the GPU, else resident in this process",
 }
 
 
@@ -93,11 +93,11 @@ def step_metrics(
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory in MiB: allocated on the GPU, or resident in this process."""
+    """Peak memory in MB (10^6 bytes): allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / (2**20 if sys.platform == "darwin" else 2**10)
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
