@@ -1,0 +1,266 @@
+"""The drop-ins beside the peers they stand in for, each run where it is installed; and what they refuse."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from amir_kernels.integrations import cce, liger, verl
+
+B, L, H, V = 4, 7, 16, 37
+
+
+def head(dtype=torch.float32):
+    """Peaked logits and tokens drawn from them."""
+    hidden, weight = torch.randn(B, L, H, dtype=dtype), torch.randn(V, H, dtype=dtype)
+    target = torch.distributions.Categorical(logits=(hidden @ weight.T).float()).sample()
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def error(ours, theirs):
+    """Largest difference, each tensor's against its own size; shapes and dtypes must agree."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    return max(((a - b).abs().max() / (1e-3 + b.abs().max())).item() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_kernels_and_the_integrations_import_no_peer():
+    code = (
+        "import sys, amir_kernels\n"
+        "assert not any(name.startswith('amir_kernels.integrations') for name in sys.modules)\n"
+        "import amir_kernels.integrations.cce, amir_kernels.integrations.liger\n"
+        "import amir_kernels.integrations.verl\n"
+        "peers = {'trl', 'verl', 'liger_kernel', 'cut_cross_entropy', 'transformers'} & sys.modules.keys()\n"
+        "assert not peers, peers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Liger ---------------------------------------------------------------------------------------------------------
+
+
+LIGER_CASES = [
+    {"loss_type": "grpo"},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    {"loss_type": "bnpo", "delta": 1.4, "beta": 0.0},
+    {"loss_type": "dr_grpo", "max_completion_length": 13},
+    {},
+    {"beta": 0.1, "use_bias_correction_kl": True, "chunk_size": 2},
+    {"loss_type": "cispo", "epsilon_high": 1.3},
+    {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0},
+    {"loss_type": "vespo", "vespo_k_pos": 1.5, "beta": 0.0},
+]
+
+
+def liger_inputs():
+    hidden, weight, target = head()
+    mask = (torch.rand(B, L) > 0.25).long()
+    mask[2] = 0  # a row without tokens
+    bias = torch.randn(V, requires_grad=True)
+    logits = (hidden @ weight.T + bias).detach() / 0.7
+    logprobs = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    old, ref = (logprobs + 0.3 * torch.randn(B, L) for _ in range(2))
+    return (hidden, weight, target, mask, torch.randn(B)), bias, old, ref
+
+
+def liger_results(loss, inputs, bias, **call):
+    value, metrics = loss(*inputs, bias=bias, **call)
+    return [value, *metrics, *torch.autograd.grad(value, (*inputs[:2], bias))]
+
+
+@pytest.mark.parametrize("options", LIGER_CASES, ids=str)
+def test_liger_loss_metrics_and_gradients(options):
+    peer = pytest.importorskip("liger_kernel.chunked_loss", reason="needs liger-kernel, of the extra `gpu`")
+    inputs, bias, old, ref = liger_inputs()
+    options = {"temperature": 0.7, "compiled": False} | options
+    calls = [{"old_per_token_logps": old, "ref_per_token_logps": ref}, {"ref_per_token_logps": ref}]
+    if options.get("loss_type") != "vespo":
+        calls.append(calls[0] | {"vllm_is_ratio": torch.rand(B, 1) + 0.5})
+    if options.get("loss_type") not in ("vespo", "luspo"):
+        calls.append(calls[0] | {"vllm_is_ratio": torch.rand(B, L) + 0.5})
+    calls.append(calls[0] | {"num_items_in_batch": 50})
+    for call in calls:
+        ours = liger_results(liger.FusedGRPOLoss(**options), inputs, bias, **call)
+        theirs = liger_results(peer.LigerFusedLinearGRPOLoss(**options), inputs, bias, **call)
+        assert error(ours, theirs) < 3e-5, call.keys()
+
+
+def test_liger_reference_from_its_own_hidden_states():
+    peer = pytest.importorskip("liger_kernel.chunked_loss", reason="needs liger-kernel, of the extra `gpu`")
+    inputs, bias, old, _ = liger_inputs()
+    reference = {"ref_input": torch.randn(B, L, H), "ref_weight": torch.randn(V, H), "ref_bias": torch.randn(V)}
+    call = {"old_per_token_logps": old} | reference
+    ours = liger_results(liger.FusedGRPOLoss(beta=0.1), inputs, bias, **call)
+    theirs = liger_results(peer.LigerFusedLinearGRPOLoss(beta=0.1, compiled=False), inputs, bias, **call)
+    assert error(ours, theirs) < 3e-5
+    without = liger_results(liger.FusedGRPOLoss(beta=0.0), inputs, bias, **call)
+    assert abs(ours[0] - without[0]) > 1e-3
+
+
+def test_liger_cispo_counts_what_is_bounded_with_a_positive_advantage():
+    """Half the ratios above the bound, and of these one in two with a positive advantage."""
+    hidden, weight, target = head()
+    old = liger.linear_logprob(hidden, weight, target).detach()
+    old[:, ::2] -= 1.0
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss = liger.FusedGRPOLoss(loss_type="cispo", epsilon_high=2.0, beta=0.0, use_ref_model=False)
+    _, (clipped,) = loss(hidden, weight, target, torch.ones(B, L), advantages, old_per_token_logps=old)
+    assert clipped == pytest.approx(0.5 * 4 / 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_type": "ppo"}, "loss_type must be one of"),
+        ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of"),
+        ({"loss_type": "luspo"}, "padded width"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, "padded width"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "Liger refuses it too"),
+        ({"loss_type": "vespo", "use_bias_correction_kl": True}, "use_bias_correction_kl"),
+        ({"loss_type": "cispo", "delta": 2.0, "epsilon_high": 5.0}, "delta"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length"),
+        ({"use_ref_model": False}, "use_ref_model"),
+    ],
+)
+def test_liger_refusals(options, words):
+    with pytest.raises(ValueError, match=words):
+        liger.FusedGRPOLoss(**options)
+
+
+def test_liger_refusals_in_the_call():
+    inputs, bias, *_ = liger_inputs()
+    with pytest.raises(TypeError, match="unknown"):
+        liger.FusedGRPOLoss(unknown=1)
+    with pytest.raises(ValueError, match="ref_per_token_logps"):
+        liger.FusedGRPOLoss()(*inputs, bias=bias)
+    alone = {"beta": 0.0, "use_ref_model": False}
+    with pytest.raises(ValueError, match="vllm_is_ratio"):
+        liger.FusedGRPOLoss(loss_type="vespo", **alone)(*inputs, vllm_is_ratio=torch.ones(B))
+    luspo = liger.FusedGRPOLoss(loss_type="luspo", importance_sampling_level="sequence", **alone)
+    with pytest.raises(ValueError, match="vllm_is_ratio"):
+        luspo(*inputs, vllm_is_ratio=torch.ones(B, L))
+
+
+# ---- Cut Cross Entropy ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cut():
+    """CCE's function on its torch back end, eager: its kernels want a GPU, and compiling it would take minutes."""
+    peer = pytest.importorskip("cut_cross_entropy", reason="cut-cross-entropy is not installed")
+    with torch.compiler.set_stance("force_eager"):
+        yield lambda *tensors, **options: peer.linear_cross_entropy(*tensors, impl="torch_compile", **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_cce_loss_and_gradients(cut, reduction, shift, softcap):
+    e, c, targets = head()
+    targets[0, :3] = targets[1, -1] = targets[3] = -100
+    options = {"reduction": reduction, "shift": shift, "softcap": softcap}
+    upstream, results = torch.rand(B, L - shift), []
+    for function in (cce.linear_cross_entropy, cut):
+        loss = function(e, c, targets, **options)
+        total = (loss * upstream).sum() if reduction == "none" else loss
+        results.append([loss, *torch.autograd.grad(total, (e, c))])
+    assert error(*results) < 1e-5
+
+
+def test_cce_bias_and_longer_shift():
+    """Of CCE's later versions: against logits."""
+    e, c, targets = head()
+    bias = torch.randn(V, requires_grad=True)
+    targets[0, 4] = -100
+    ours = cce.linear_cross_entropy(e, c, targets, bias=bias, shift=2)
+    logits = e[:, :-2] @ c.T + bias
+    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 2:].flatten())
+    ours, plain = ([loss, *torch.autograd.grad(loss, (e, c, bias))] for loss in (ours, plain))
+    assert error(ours, plain) < 1e-5
+
+
+def test_cce_without_targets_that_count(cut):
+    e, c, targets = head()
+    ignored = torch.full_like(targets, -100)
+    assert cce.linear_cross_entropy(e, c, ignored).isnan()
+    assert cut(e, c, ignored).isnan()
+    assert cce.linear_cross_entropy(e, c, ignored, reduction="sum") == 0
+
+
+def test_cce_refusals():
+    e, c, targets = head()
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        cce.linear_cross_entropy(e, c, targets, reduction="median")
+    for shift in (-1, L):
+        with pytest.raises(ValueError, match="shift must lie in"):
+            cce.linear_cross_entropy(e, c, targets, shift=shift)
+    with pytest.raises(TypeError, match="impl"):
+        cce.linear_cross_entropy(e, c, targets, impl="cce_exact")
+    with pytest.raises(TypeError, match="positional"):
+        cce.linear_cross_entropy(e, c, targets, -100)
+
+
+# ---- verl ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verl_functional():
+    """verl's file of the torch head by its path: importing verl itself needs ray."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None:
+        pytest.skip("verl is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "utils" / "experimental" / "torch_functional.py"
+    spec = importlib.util.spec_from_file_location("verl_torch_functional", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flat", [False, True])
+def test_verl_fused_linear_for_ppo(verl_functional, dtype, flat):
+    hidden, weight, labels = head(dtype)
+    upstream, results = torch.rand(2, B, L), []
+    if flat:
+        labels, upstream = labels.flatten().to(torch.int32), upstream.flatten(1)
+    for module in (verl, verl_functional):
+        states = hidden.flatten(0, 1) if flat else hidden
+        logprob, entropy = module.FusedLinearForPPO(chunk_size=5)(states, weight, labels, 0.7)
+        loss = (upstream[0] * logprob).sum() + (upstream[1] * entropy).sum()
+        results.append([logprob, entropy, *torch.autograd.grad(loss, (hidden, weight))])
+    assert error(*results) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_verl_linear_cross_entropy(verl_functional):
+    """verl's kernel needs a GPU; its torch head is the same function, so results are flat and float32 here."""
+    hidden, weight, labels = head()
+    upstream, results = torch.rand(2, B * L), []
+    theirs = verl_functional.FusedLinearForPPO()(hidden, weight, labels, 0.7)
+    for logprob, entropy in (
+        verl.linear_cross_entropy(hidden, weight, labels, 0.7, "none", None),
+        tuple(value.flatten() for value in theirs),
+    ):
+        loss = (upstream[0] * logprob).sum() + (upstream[1] * entropy).sum()
+        results.append([logprob, entropy, *torch.autograd.grad(loss, (hidden, weight))])
+    assert error(*results) < 1e-5
+    for reduction, expected in (("sum", theirs[0].sum()), ("MEAN", theirs[0].mean())):
+        logprob, entropy = verl.linear_cross_entropy(hidden, weight, labels.flatten(), 0.7, reduction)
+        assert error([logprob, entropy], [expected, theirs[1].flatten()]) < 1e-5
+
+
+def test_verl_refusals():
+    hidden, weight, labels = head()
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "max")
+    with pytest.raises(NotImplementedError, match="2 ranks"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match="impl_backend must be one of"):
+        verl.FusedLinearForPPO(impl_backend="triton")
+    with pytest.raises(ValueError, match="target must lie in"):
+        verl.FusedLinearForPPO()(hidden, weight, labels + V)
