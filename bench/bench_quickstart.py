@@ -35,7 +35,7 @@ def main() -> int:
             "contender": "amir train quickstart",
             "case": case(read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")),
             "seconds": timing([seconds]),
-            "peak_memory_mb": round(read(run / "metrics.jsonl")[-1]["peak_memory_mb"] * 2**20 / 1e6, 1),
+            "peak_memory_mb": round(read(run / "metrics.jsonl")[-1]["peak_memory_mb"], 1),
             "ratio_to": None,
             "ratio": None,
         }
