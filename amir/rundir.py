@@ -11,6 +11,7 @@ superseded/        steps after the checkpoint that a resumed run took again
 """
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -63,7 +64,7 @@ class RunDirectory:
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
         with (self.path / f"{name}.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_json_line(row))
             file.flush()
             os.fsync(file.fileno())
 
@@ -112,7 +113,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(path, "".join(map(_json_line, rows)))
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    """A row as a line of JSON, which knows neither NaN nor infinity: those become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -204,6 +204,12 @@ def test_run_directories_are_never_shared_or_overwritten(tmp_path, monkeypatch) 
         RunDirectory(Path("elsewhere"), config, resume=True)
 
 
+def test_what_is_not_finite_is_null_on_disk(tmp_path) -> None:
+    with RunDirectory(tmp_path, run_config(), resume=False) as directory:
+        directory.record("metrics", {"step": 1, "reward": float("nan"), "kl": float("inf"), "question": "1 ÷ 0"})
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": None, "kl": None, "question": "1 ÷ 0"}]
+
+
 def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
     config = run_config(max_steps=NO_PAIR_STEPS, reward_margin=1.0, save_steps=100, eval_prompts=0, prompts_per_step=1)
     made = run(tmp_path, config)
