@@ -73,7 +73,8 @@ class FusedGRPOLoss(nn.Module):
             _refuse('use_bias_correction_kl with loss_type="vespo"', "Liger corrects by the token's ratio, not by W")
         if delta is not None and soft:
             _refuse(f"delta={delta} with loss_type={loss_type!r}", "nothing is clipped, and Liger leaves it out")
-        own: dict[str, Any] = {
+        clips = {"ratio_level": importance_sampling_level, "clip_low": epsilon_low, "clip_high": epsilon_high}
+        others: dict[str, dict[str, Any]] = {
             "cispo": {"clip_bounds": "raw", "clip_low": 0.0, "clip_high": epsilon_high},
             "sapo": {"sapo_tau_pos": sapo_temperature_pos, "sapo_tau_neg": sapo_temperature_neg},
             "vespo": {
@@ -82,7 +83,8 @@ class FusedGRPOLoss(nn.Module):
                 "vespo_k_neg": vespo_k_neg,
                 "vespo_lambda_neg": vespo_lambda_neg,
             },
-        }.get(loss_type, {"ratio_level": importance_sampling_level, "clip_low": epsilon_low, "clip_high": epsilon_high})
+        }
+        own = others.get(loss_type, clips)
         if loss_type == "dr_grpo":
             if max_completion_length is None:
                 raise ValueError('loss_type="dr_grpo" divides by max_completion_length; pass it')

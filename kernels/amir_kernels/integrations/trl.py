@@ -1,0 +1,246 @@
+"""TRL's `GRPOTrainer` with its log-probs and entropies from `linear_logprob`, and AMIR-GRPO's pair term if wanted.
+
+Before its first step TRL gives the policy and the reference a fused head by `add_fused_lm_head`; every log-prob and
+entropy of a run (old, reference, new) comes from it. `add_fused_lm_head` here has the same signature and meaning, and
+the trainer that `grpo_trainer` returns uses it instead. TRL itself is left as it is.
+
+Legend: B completions, L padded length, T length of prompt and completion. Log-probs are in nats.
+"""
+
+import functools
+import importlib
+import math
+import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_choice
+from ..linear_logprob import linear_logprob, linear_logprob_entropy
+from ..preference_loss import preference_loss, preference_weights, sequence_logprob
+from ..support import Support, supports
+
+COVERED = "1.16"
+"""The minor version of TRL whose trainer this was written for and is tested with; another one is refused."""
+
+
+def _covered(module: str) -> types.ModuleType:
+    version = importlib.import_module("trl").__version__
+    if ".".join(version.split(".")[:2]) != COVERED:
+        raise ValueError(
+            f"TRL {version} is not covered: its trainer may differ from that of {COVERED}; use trl=={COVERED}.*"
+        )
+    return importlib.import_module(module)
+
+
+def _served(model: nn.Module) -> Support:
+    found = supports(model)
+    if found.refusal is not None:
+        raise ValueError(f"this model is not served by linear_logprob: {found.refusal}; use TRL's own head")
+    return found
+
+
+# ---- the head ------------------------------------------------------------------------------------------------------
+
+
+def add_fused_lm_head(
+    model: nn.Module,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+    *,
+    workspace_bytes: int | None = None,
+    backend: str = "auto",
+) -> None:
+    """Makes `model(..., labels=..., fused_lm_head=True)` return log-probs of the labels in place of logits, as TRL's.
+
+    Args:
+        model: a causal LM that `supports` serves (with PEFT: the base model), not sharded.
+        temperature: divides the logits.
+        cast_lm_head_to_fp32: head products in float32, outside autocast.
+        outputs: of "log_probs" and "entropy". TRL's other three are refused.
+        workspace_bytes, backend: as in `linear_logprob`.
+
+    The result is TRL's `FusedCausalLMOutput`: `log_probs` and `entropy` (None unless asked for) float32 `[B, T - 1]`,
+    or `[B, T]` for `shift_labels`, 0 where the label is -100, with gradients; `loss` and `label_mask`. A model with
+    router losses is refused, and so are TRL versions other than `COVERED`. Without `fused_lm_head=True` the forward is
+    the one that the model had.
+    """
+    output_type = _covered("trl.trainer.utils").FusedCausalLMOutput
+    for name in outputs:
+        check_choice("outputs", name, ("log_probs", "entropy"))
+    _served(model)
+    plain_forward = model.forward
+    options = {"temperature": temperature, "workspace_bytes": workspace_bytes, "backend": backend}
+
+    @functools.wraps(type(model).forward)  # generate checks its keywords against the forward's signature
+    def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain_forward(*args, **kwargs)
+        labels, shift_labels, num_items = (
+            kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")
+        )
+        if kwargs.get("output_router_logits"):
+            raise ValueError("output_router_logits=True: router losses are not served; use TRL's own head")
+        hidden = _served(self).body(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[misc]
+        if shift_labels is None:
+            hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
+        logprob, entropy = _scores(self, hidden, shift_labels, "entropy" in outputs, cast_lm_head_to_fp32, options)
+        counted = shift_labels != -100
+        divisor = counted.sum().clamp(min=1) if num_items is None else num_items
+        return output_type(loss=-logprob.sum() / divisor, log_probs=logprob, entropy=entropy, label_mask=counted)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _scores(
+    model: nn.Module, hidden: Tensor, target: Tensor, with_entropy: bool, in_float32: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The head is looked up anew: wrappers may replace it after the patch."""
+    found = _served(model)
+    device = found.weight.device
+    hidden, target = hidden.to(device), target.to(device)
+    precision: AbstractContextManager[None] = nullcontext()
+    if in_float32:
+        hidden, precision = hidden.float(), torch.autocast(device.type, enabled=False)
+    options = options | found.head_arguments
+    with precision:
+        if with_entropy:
+            return linear_logprob_entropy(hidden, found.weight, target, **options)[:2]
+        return linear_logprob(hidden, found.weight, target, **options), None
+
+
+# ---- the trainer ---------------------------------------------------------------------------------------------------
+
+
+def grpo_trainer(
+    *,
+    lambda_reg: float = 0.0,
+    beta_dpo: float = 0.2,
+    reward_margin: float = 0.0,
+    pair_mining: str = "all",
+    max_pairs_per_group: int | None = None,
+    ref_free: bool = False,
+    normalize: str = "mean",
+    workspace_bytes: int | None = None,
+    backend: str = "auto",
+) -> type:
+    """A subclass of `trl.GRPOTrainer`, to be used in its place: old, reference and new log-probs come from our op.
+
+    Args:
+        lambda_reg: weight of the pair term -J_pref (see `preference_loss`); 0 leaves it out.
+        beta_dpo, reward_margin, pair_mining, max_pairs_per_group: as in `preference_loss`; the rewards are the weighted
+            sums of TRL's reward functions, without normalization.
+        ref_free: scores are l_theta in place of l_theta - l_ref, which needs `beta` other than 0 in TRL's config.
+        normalize: "mean" or "sum" over a completion's tokens, for the scores.
+        workspace_bytes, backend: as in `linear_logprob`.
+
+    TRL spreads a group over micro-batches, so the pairs' weights are formed once per generation, from log-probs of the
+    policy that generated: TRL's old ones where it has them, else one scoring pass without gradient. They are exact
+    where one optimizer step uses up one generation; with the pair term another schedule is refused, and so is more than
+    one process. Logged then, per generation: `preference/loss` (-J_pref) and `preference/pairs`.
+    """
+    check_choice("normalize", normalize, ("mean", "sum"))
+    if not math.isfinite(lambda_reg):
+        raise ValueError(f"lambda_reg must be a finite number, got {lambda_reg!r}")
+    module = _covered("trl.trainer.grpo_trainer")
+    head = functools.partial(add_fused_lm_head, workspace_bytes=workspace_bytes, backend=backend)
+    pair_options: dict[str, Any] = {
+        "beta_dpo": beta_dpo,
+        "reward_margin": reward_margin,
+        "pair_mining": pair_mining,
+        "max_pairs_per_group": max_pairs_per_group,
+    }
+
+    class AmirGRPOTrainer(module.GRPOTrainer):  # type: ignore[name-defined]
+        """`trl.GRPOTrainer` on `linear_logprob`."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _replaced(module, "add_fused_lm_head", head):
+                super().__init__(*args, **kwargs)
+            if lambda_reg:
+                _refuse_for_pairs(self, ref_free)
+
+        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+            rewards = super()._calculate_rewards(*args, **kwargs)
+            total = (rewards * self.reward_weights.to(rewards)).nansum(dim=1)
+            self._pair_rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
+            return rewards
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            batch = super()._generate_and_score_completions(inputs)
+            if lambda_reg and self.model.training:
+                batch["pair_weights"] = lambda_reg * self._pair_weights(batch)
+            return batch
+
+        def _pair_weights(self, batch: dict[str, Any]) -> Tensor:
+            """d(-J_pref) / d score of each completion of the generation, `[B]`."""
+            mask = _loss_mask(batch)
+            logprobs = batch.get("old_per_token_logps")
+            if logprobs is None:
+                ids, seen = (
+                    torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+                )
+                with torch.no_grad():
+                    logprobs, *_ = super()._get_per_token_logps_and_entropies(
+                        self.model, ids, seen, mask.shape[1], batch_size=self.args.per_device_train_batch_size
+                    )
+            scores = sequence_logprob(logprobs, mask, normalize=normalize)
+            if not ref_free:
+                scores = scores - sequence_logprob(batch["ref_per_token_logps"], mask, normalize=normalize)
+            given = (scores, self._pair_rewards, self.num_generations)
+            valid = mask.sum(dim=1) > 0
+            loss, pairs, *_ = preference_loss(*given, **pair_options, valid=valid)
+            self._metrics["train"]["preference/loss"].append(loss.item())
+            self._metrics["train"]["preference/pairs"].append(float(pairs))
+            return preference_weights(*given, **pair_options, valid=valid)
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self._latest_logprobs = result[0]
+            return result
+
+        def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            loss = super()._compute_loss(model, inputs)
+            if "pair_weights" in inputs:
+                scores = sequence_logprob(self._latest_logprobs, _loss_mask(inputs), normalize=normalize)
+                loss = loss + (inputs["pair_weights"] * scores).sum()
+            del self._latest_logprobs
+            return loss
+
+    return AmirGRPOTrainer
+
+
+@contextmanager
+def _replaced(module: types.ModuleType, name: str, value: object) -> Iterator[None]:
+    """Gives the module's name another value for the time being."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _refuse_for_pairs(trainer: Any, ref_free: bool) -> None:
+    args = trainer.args
+    if trainer.accelerator.num_processes > 1:
+        raise NotImplementedError("the pair term over more than one process; use lambda_reg=0, or amir's own trainer")
+    if trainer.num_iterations != 1 or args.steps_per_generation != args.gradient_accumulation_steps:
+        raise ValueError(
+            "the pair term needs one optimizer step per generation, got "
+            f"num_iterations={trainer.num_iterations}, steps_per_generation={args.steps_per_generation}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}; set num_iterations=1, the others equal"
+        )
+    if trainer.beta == 0 and not ref_free:
+        raise ValueError(
+            "TRL has reference log-probs only where beta is not 0; set beta in GRPOConfig, or ref_free=True"
+        )
+
+
+def _loss_mask(batch: dict[str, Any]) -> Tensor:
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
