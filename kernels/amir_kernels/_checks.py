@@ -1,4 +1,4 @@
-"""Argument checks of the public functions and the wording of their errors: what came, what was expected, the way out."""
+"""Argument checks of the public functions, and their wording: what came, what was expected, the way out."""
 
 from collections.abc import Iterable
 
