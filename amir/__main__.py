@@ -27,7 +27,11 @@ def train(
     if dry_run:
         typer.echo(config_yaml(config), nl=False)
         return
-    _train(run, config, resume)
+    try:
+        _train(run, config, resume)
+    except KeyboardInterrupt:
+        typer.echo("amir: interrupted; the same command with --resume goes on from the latest checkpoint", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 @app.command()
@@ -89,9 +93,6 @@ def main() -> None:
     except ConfigError as error:
         typer.echo(f"amir: {error}", err=True)
         sys.exit(WRONG_USAGE)
-    except KeyboardInterrupt:
-        typer.echo("amir: interrupted; the same command with --resume goes on from the latest checkpoint", err=True)
-        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Checkpoints that are whole or absent: the adapter in PEFT's format, optimizer and random state as safetensors."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, set_peft_model_state_dict
@@ -34,8 +37,8 @@ def save_checkpoint(
         "format": FORMAT,
         "step": step,
         "data_position": data_position,
-        "torch": torch.__version__,
         "parameters": list(named),
+        "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
     }
     (staging / "state.json").write_text(json.dumps(state))
     for path in (p for p in staging.iterdir() if p.is_file()):
@@ -47,16 +50,17 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The whole checkpoint of the highest step, or None."""
-    found = [p for p in folder.glob("step-*") if (p / "state.json").is_file()]
+    """The whole checkpoint of the highest step, or None; copies under other names are passed over."""
+    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
 def load_checkpoint(path: Path, model: PeftModel, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
-    """Restores adapter, optimizer and random state in place; returns the step that was finished."""
-    state = json.loads((path / "state.json").read_text())
-    if state["format"] != FORMAT or state["parameters"] != list(named):
-        raise ConfigError(f"checkpoint {path}: made by another version or for another model or adapter")
+    """Restores adapter, optimizer and random state in place; returns the step that was finished.
+
+    A checkpoint of another adapter, or one whose files are not those that were saved, raises ConfigError.
+    """
+    state = _checked_state(path, list(named))
     set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in named.items():
@@ -69,6 +73,28 @@ def load_checkpoint(path: Path, model: PeftModel, optimizer: torch.optim.Optimiz
     if "rng|cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng|cuda"])
     return state["step"]
+
+
+def _checked_state(path: Path, parameters: list[str]) -> dict[str, Any]:
+    try:
+        state = json.loads((path / "state.json").read_text())
+        made_for = (state["format"], state["parameters"])
+        damaged = [name for name, digest in state["files"].items() if _digest(path / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"checkpoint {path}: damaged ({error}); {_WAY_OUT}") from None
+    if made_for != (FORMAT, parameters):
+        raise ConfigError(f"checkpoint {path}: made by another version or for another model or adapter")
+    if damaged:
+        raise ConfigError(f"checkpoint {path}: damaged ({', '.join(damaged)} changed since it was saved); {_WAY_OUT}")
+    return state
+
+
+_WAY_OUT = "move it away to resume from the one before"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_adapter(folder: Path, model: PeftModel) -> None:

@@ -5,13 +5,14 @@ AMIR-GRPO (arXiv 2601.03661) or its released code.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 # Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
 LOSS_TYPES = {
@@ -36,14 +37,21 @@ class ConfigError(ValueError):
 
 
 class Settings(BaseModel):
-    """Base of all settings: unknown keys are refused, values are not coerced, instances are frozen."""
+    """Base of all settings: unknown keys and wrong types are refused (YAML reads 2e-4 as text: that is a number)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
-Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+def _not_bool(value: object) -> object:
+    if value is True or value is False:
+        raise ValueError("expected a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_not_bool), Field(strict=False, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 
@@ -53,7 +61,7 @@ class LoraSettings(Settings):
 
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"  # names, or a regular expression
 
 
 class ArithmeticTask(Settings):
@@ -61,7 +69,7 @@ class ArithmeticTask(Settings):
 
     name: Literal["arithmetic"]
     max_operand: Annotated[int, Field(ge=4)] = 9
-    held_out: Annotated[float, Field(strict=False, gt=0, le=0.5)] = 0.3
+    held_out: Annotated[Number, Field(gt=0, le=0.5)] = 0.3
 
 
 class Gsm8kTask(Settings):
@@ -116,8 +124,8 @@ class RunConfig(Settings):
     learning_rate: Positive = 5e-6  # paper
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0
-    adam_beta1: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(strict=False, ge=0, lt=1)] = 0.99  # paper
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.99  # paper
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     # run
@@ -127,9 +135,9 @@ class RunConfig(Settings):
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
     eval_steps: CountOrZero = 0
-    output_dir: str | None = None
-    seed: CountOrZero = 0
-    threads: Count | None = None
+    output_dir: Annotated[str, Field(min_length=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
@@ -186,8 +194,8 @@ def _read(run: str) -> dict[str, Any]:
     path = Path(run)
     if run in recipe_names():
         text = (resources.files("amir.recipes") / f"{run}.yaml").read_text()
-    elif path.suffix in (".yaml", ".yml") and path.is_file():
-        text = path.read_text()
+    elif path.suffix.lower() in (".yaml", ".yml") and path.is_file():
+        text = read_utf8(path)
     else:
         near = _nearest(run, recipe_names())
         raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
@@ -198,6 +206,14 @@ def _read(run: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{run}: expected keys and values, got {type(fields).__name__}")
     return fields
+
+
+def read_utf8(path: Path) -> str:
+    """A file's text, a byte order mark left out; ConfigError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}") from None
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
@@ -215,8 +231,12 @@ def _override(fields: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not YAML") from None
 
 
+_UNION_TAG = re.compile(r"arithmetic$|gsm8k$|str$|constrained|list\[")
+"""Parts of an error's place that name a member of a union rather than a key."""
+
+
 def _explain(error: Any) -> str:
-    location = [str(part) for part in error["loc"] if str(part) not in ("arithmetic", "gsm8k")]
+    location = [str(part) for part in error["loc"] if not _UNION_TAG.match(str(part))]
     key, value = ".".join(location), error["input"]
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r} (value {value!r}){_nearest(key, [k for k in _known_keys() if k != key])}"

@@ -50,14 +50,15 @@ class Terminal:
             f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
         self._progress.update(self._task, completed=metrics["step"], description=summary)
-        self.console.print(f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s", highlight=False)
+        line = f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s"
+        self.console.print(line, highlight=False, soft_wrap=True)
         for name, value in metrics.items():
             if self._writer and value is not None:
                 self._writer.add_scalar(name, value, metrics["step"])
 
     def say(self, text: str) -> None:
         """Shows a line."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 CURVES = ("success", "pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_seconds")

@@ -4,6 +4,8 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator
 
+from .config import ConfigError
+
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash-attn", "liger-kernel", "bitsandbytes", "trl")
 
 
@@ -30,5 +32,5 @@ def _packaged_model() -> str:
 
     try:
         return f"model {MODEL_NAME}: {packaged_gguf().name}"
-    except FileNotFoundError as error:
+    except ConfigError as error:
         return str(error)

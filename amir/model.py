@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -109,7 +110,7 @@ def load_policy(config: RunConfig) -> Policy:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
         base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=config.attn_implementation)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model = {config.model!r}: {error}") from None
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
@@ -129,7 +130,10 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(config.seed)
-    model = get_peft_model(base, lora)
+    try:
+        model = get_peft_model(base, lora)
+    except ValueError as error:
+        raise ConfigError(f"lora.target_modules = {config.lora.target_modules!r}: {error}") from None
     support = supports(model)
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")

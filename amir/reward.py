@@ -4,6 +4,7 @@ math-verify can hang on hostile text for seconds and guards itself with signals 
 killed when their time is up.
 """
 
+import logging
 import multiprocessing
 import re
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -23,7 +24,7 @@ _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 def last_answer(text: str) -> str | None:
     """The content of the last `\\boxed{}`, else the last number, else None."""
-    tail = text[-MAX_CHARACTERS:]
+    tail = text.rstrip()[-MAX_CHARACTERS:].replace("\u2212", "-")
     boxed = _last_boxed(tail)
     if boxed is not None:
         return boxed.strip()
@@ -39,13 +40,13 @@ def as_number(text: str) -> Fraction | None:
 
 def _last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed{")
-    for position in range(begin, len(text)):
-        if text[position] == "}" and depth == 0:
-            return text[begin:position]
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    while start >= 0:
+        depth, begin = 0, start + len("\\boxed{")
+        for position in range(begin, len(text)):
+            if text[position] == "}" and depth == 0:
+                return text[begin:position]
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+        start = text.rfind("\\boxed{", 0, start)
     return None
 
 
@@ -53,6 +54,7 @@ def _math_verify(gold: str, answer: str) -> bool:
     """Runs in a worker process: math-verify's own timeouts need its main thread."""
     from math_verify import parse, verify
 
+    logging.disable()  # math-verify logs the text it gave up on
     return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
 
 

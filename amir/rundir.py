@@ -29,29 +29,36 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig, *, resume: bool) -> None:
         self.path = path
         check_run_directory(path, config, resume=resume)
+        self._config = config
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path / ".lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(f"output_dir = {str(path)!r}: another process is running in it") from None
-        (path / "completions").mkdir(exist_ok=True)
-        write_atomically(path / "config.yaml", config_yaml(config))
+
+    def start(self) -> None:
+        """Makes it a run's folder: from now on it holds its config, and starting anew in it is refused."""
+        (self.path / "completions").mkdir(exist_ok=True)
+        write_atomically(self.path / "config.yaml", config_yaml(self._config))
 
     @property
     def checkpoints(self) -> Path:
         """The folder of step-N checkpoints."""
         return self.path / "checkpoints"
 
-    def rewind(self, step: int) -> None:
-        """Moves what was recorded after `step` (all of it for 0) to superseded/; the resumed run records it again."""
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Moves what was recorded after `step` (all of it for 0) to superseded/, to be recorded again.
+
+        Returns the rows of metrics.jsonl that stay.
+        """
 
         def late(recorded: int) -> bool:
             return recorded > step or step == 0
 
         archive = self.path / "superseded" / time.strftime("%Y%m%d-%H%M%S")
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            rows = [json.loads(line) for line in _whole_lines(self.path / name)]
+            rows = _rows(self.path / name)
             if any(late(row["step"]) for row in rows):
                 _write_lines(archive / name, [row for row in rows if late(row["step"])])
             if (self.path / name).exists():
@@ -60,6 +67,7 @@ class RunDirectory:
             if late(int(file.stem.rsplit("-", 1)[1])):
                 archive.mkdir(parents=True, exist_ok=True)
                 file.rename(archive / file.name)
+        return _rows(self.path / "metrics.jsonl")
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
@@ -96,7 +104,7 @@ def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
         return Path(config.output_dir).expanduser()
     first = Path("runs") / name
     number, taken = 1, None
-    while (candidate := first if number == 1 else first.with_name(f"{name}-{number}")).exists():
+    while ((candidate := first if number == 1 else first.with_name(f"{name}-{number}")) / "config.yaml").exists():
         taken, number = candidate, number + 1
     return (taken or first) if resume else candidate
 
@@ -122,10 +130,16 @@ def _json_line(row: dict[str, Any]) -> str:
     return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The complete lines; a last line that a crash cut short is left out."""
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of the complete lines; a last line that a crash cut short is left out."""
     text = path.read_text() if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+    rows = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+    return rows
 
 
 MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", "micro_batch_tokens"}
@@ -133,14 +147,20 @@ MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", 
 
 
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
-    """Refuses a folder that holds another run, or none where one is to be resumed; writes nothing."""
+    """Refuses a folder that cannot be written, holds a run, or holds none to resume; writes nothing."""
+    standing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise ConfigError(f"output_dir = {str(path)!r}: {str(standing)!r} is not a folder that can be written to")
     if not resume:
         if (path / "config.yaml").exists():
             raise ConfigError(f"output_dir = {str(path)!r}: holds a run; add --resume to continue it, or name another")
         return
     if not (path / "config.yaml").exists():
         raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
-    saved = yaml.safe_load((path / "config.yaml").read_text())
+    try:
+        saved = dict(yaml.safe_load((path / "config.yaml").read_text()))
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
     now = yaml.safe_load(config_yaml(config))
     for key in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
         if saved.get(key) != now.get(key):

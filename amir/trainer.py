@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from jinja2 import TemplateError
 
 from .batch import make_batch
 from .checkpoint import latest_checkpoint, load_checkpoint, save_adapter, save_checkpoint
@@ -66,6 +67,8 @@ class Trainer:
         self.held_out = self._encode(self.task.held_out, "held-out")[: self.config.eval_prompts]
         if not self.prompts:
             raise ConfigError("no training prompt is left: the task is empty or max_prompt_length too small")
+        if self.config.eval_prompts and not self.held_out:
+            raise ConfigError(f"eval_prompts = {self.config.eval_prompts}: the task holds no example out; expected 0")
         self.finished_steps = 0
         self.pairs_seen = 0
 
@@ -74,13 +77,16 @@ class Trainer:
         found = latest_checkpoint(self.directory.checkpoints)
         if found:
             self.finished_steps = load_checkpoint(found, self.policy.model, self.optimizer, self.named)
-        self.directory.rewind(self.finished_steps)
+        self.pairs_seen = sum(row["pairs"] for row in self.directory.rewind(self.finished_steps))
         self.say(f"resumed after step {self.finished_steps}" if found else "no checkpoint yet: starting from step 1")
 
     def train(self) -> None:
         """Runs to `max_steps`; evaluates before, every `eval_steps` and after; saves every `save_steps` and last."""
         c = self.config
+        self.directory.start()
         self.display.begin(self.finished_steps)
+        if self.finished_steps >= c.max_steps:
+            self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {c.max_steps}")
         with self.grader:
             if self.finished_steps == 0:
                 self._evaluate(0)
@@ -133,7 +139,12 @@ class Trainer:
 
     def _encode(self, examples: list[Example], name: str) -> list[Prompt]:
         """Prompts as token ids; those longer than `max_prompt_length` are left out and counted."""
-        encoded = [Prompt(e, prompt_ids(self.policy.tokenizer, e.question, self.config)) for e in examples]
+        try:
+            encoded = [Prompt(e, prompt_ids(self.policy.tokenizer, e.question, self.config)) for e in examples]
+        except TemplateError as error:
+            raise ConfigError(f"chat_template: {error}") from None
+        if not all(prompt.ids for prompt in encoded):
+            raise ConfigError("chat_template: renders a prompt without any token")
         kept = [prompt for prompt in encoded if len(prompt.ids) <= self.config.max_prompt_length]
         if len(kept) < len(encoded):
             self.say(f"{len(encoded) - len(kept)} of {len(encoded)} {name} prompts exceed max_prompt_length, left out")
@@ -153,7 +164,11 @@ class Trainer:
 
     def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> torch.Tensor:
         golds = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
-        return torch.tensor(self.grader(rollout.texts, golds))
+        given_up = self.grader.timeouts
+        rewards = torch.tensor(self.grader(rollout.texts, golds))
+        if self.grader.timeouts > given_up:
+            self.say(f"{self.grader.timeouts - given_up} answers could not be judged in time and count as wrong")
+        return rewards
 
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
@@ -169,6 +184,8 @@ class Trainer:
 def prompt_ids(tokenizer: Any, question: str, config: RunConfig) -> list[int]:
     """The question as the chat template renders it, ready for the answer; without a template, as it stands."""
     if tokenizer.chat_template is None:
+        if config.system_prompt is not None:
+            raise ConfigError(f"system_prompt = {config.system_prompt!r}: the model has no chat template to put it in")
         return tokenizer(question)["input_ids"]
     messages = [{"role": "user", "content": question}]
     if config.system_prompt is not None:

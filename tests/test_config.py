@@ -14,6 +14,11 @@ REFUSALS = [
     ("max_steps=2.5", ["max_steps", "2.5", "integer"]),
     ("ref_free=yes please", ["ref_free", "'yes please'", "expected a valid boolean"]),
     ("learning_rate=.nan", ["learning_rate", "nan"]),
+    ("learning_rate=true", ["learning_rate", "True", "expected a number"]),
+    ("lora.target_modules=[1]", ["lora.target_modules"]),
+    ("output_dir=''", ["output_dir"]),
+    ("seed=99999999999999999999", ["seed"]),
+    ("threads=1000000", ["threads"]),
     ("temperature=0", ["temperature", "0", "greater than 0"]),
     ("num_generations=1", ["num_generations", "1", "greater than or equal to 2"]),
     ("lambda_reg=-1", ["lambda_reg", "-1", "greater than or equal to 0"]),
@@ -57,6 +62,12 @@ def test_a_file_without_settings_is_refused(tmp_path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml"):
         load_config(str(tmp_path / "run.yaml"))
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path) -> None:
+    (tmp_path / "run.YAML").write_bytes(b"model: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(str(tmp_path / "run.YAML"))
 
 
 def test_a_missing_required_key_is_named(tmp_path) -> None:

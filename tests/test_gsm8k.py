@@ -31,6 +31,12 @@ def test_a_file_is_split_and_commas_go(tmp_path) -> None:
     assert [e.answer for e in task.held_out] == ["9"]
 
 
+def test_line_separators_inside_text_and_a_byte_order_mark_are_read(tmp_path) -> None:
+    text = json.dumps({"question": "a\u2028b\u0085c", "answer": "#### 3"}, ensure_ascii=False)
+    (tmp_path / "rows.jsonl").write_text("\ufeff" + text, encoding="utf-8")
+    assert load(tmp_path / "rows.jsonl").train[0].question == "a\u2028b\u0085c"
+
+
 def test_a_folder_keeps_its_own_split(tmp_path) -> None:
     (tmp_path / "train.jsonl").write_text(row("1"))
     (tmp_path / "test.jsonl").write_text(row("2"))
@@ -39,7 +45,16 @@ def test_a_folder_keeps_its_own_split(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{broken", '{"question": "q"}', '{"question": "q", "answer": "no mark"}', "[1]", '{"answer": "#### 1"}']
+    "line",
+    [
+        "{broken",
+        '{"question": "q"}',
+        '{"question": "q", "answer": "no mark"}',
+        '{"question": null, "answer": "#### 1"}',
+        "[1]",
+        '{"answer": "#### 1"}',
+        row(""),
+    ],
 )
 def test_a_broken_line_is_named(tmp_path, line: str) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{row('1')}\n{line}\n")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from amir.metrics import METRICS
 from amir.optim import learning_rate, make_optimizer
 from amir.rundir import RunDirectory, choose_output_dir
 from amir.tasks import TASKS
-from amir.trainer import NO_PAIR_STEPS, Trainer
+from amir.trainer import NO_PAIR_STEPS, Trainer, prompt_ids
 from tiny import model, policy, run_config
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
@@ -39,6 +41,12 @@ class Lines:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+
+def opened(path: Path, config: RunConfig, *, resume: bool = False) -> RunDirectory:
+    directory = RunDirectory(path, config, resume=resume)
+    directory.start()
+    return directory
 
 
 def trainer(path: Path, config: RunConfig, *, resume: bool = False) -> Trainer:
@@ -71,6 +79,8 @@ def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 class ParityGrader:
     """Rewards what a random model does half of the time: an even number of characters."""
+
+    timeouts = 0
 
     def __enter__(self):
         return self
@@ -154,6 +164,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_and_keeps_what_
     config = run_config(max_steps=2, save_steps=9)
     whole = run(tmp_path / "whole", config)
     cut = trainer(tmp_path / "cut", config)
+    cut.directory.start()
     cut._evaluate(0)
     cut.directory.close()
     resumed = run(tmp_path / "cut", config, resume=True)
@@ -176,6 +187,75 @@ def test_a_half_written_checkpoint_and_a_cut_line_are_passed_over(tmp_path) -> N
     assert made.named.keys() == resumed.named.keys()
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing", "empty state", "another step's"])
+def test_a_damaged_checkpoint_is_named_and_a_copy_beside_it_is_passed_over(tmp_path, damage: str) -> None:
+    config = run_config(max_steps=4)
+    run(tmp_path, config)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-4", folder / "step-4-backup")
+    file = folder / "step-4" / "optimizer.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif damage == "missing":
+        (folder / "step-4" / "adapter_model.safetensors").unlink()
+    elif damage == "empty state":
+        (folder / "step-4" / "state.json").write_text("{}")
+    else:
+        shutil.copy(folder / "step-2" / "optimizer.safetensors", file)
+    with pytest.raises(ConfigError, match="step-4: damaged") as refused:
+        trainer(tmp_path, config, resume=True)
+    assert "move it away" in str(refused.value)
+
+
+def test_a_failed_start_does_not_block_its_folder(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no training prompt"):
+        trainer(tmp_path, run_config(max_prompt_length=3))
+    run(tmp_path, run_config(max_steps=1))
+
+
+def test_settings_that_cannot_take_effect_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no example out"):
+        trainer(tmp_path / "a", run_config(task={"name": "arithmetic", "max_operand": 4, "held_out": 0.01}))
+    broken = trainer(tmp_path / "b", run_config(max_steps=1))
+    broken.policy.tokenizer.chat_template = "{{ broken"
+    with pytest.raises(ConfigError, match="chat_template"):
+        broken._encode(broken.task.train, "training")
+    broken.policy.tokenizer.chat_template = None
+    assert broken._encode(broken.task.train, "training")
+    with pytest.raises(ConfigError, match="no chat template to put it in"):
+        prompt_ids(broken.policy.tokenizer, "1 + 1", run_config(system_prompt="Be brief."))
+    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+        policy(run_config(lora={"target_modules": ["nonsense"]}))
+
+
+def test_folders_that_cannot_be_written_are_refused_before_anything_is_made(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="not a folder that can be written"):
+            RunDirectory(path, run_config(), resume=False)
+
+
+@pytest.mark.parametrize(("name", "text"), [("config.yaml", ""), ("config.yaml", "a: ["), ("metrics.jsonl", "{oops\n")])
+def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: str) -> None:
+    run(tmp_path, run_config(max_steps=2))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        trainer(tmp_path, run_config(max_steps=3), resume=True)
+
+
+def test_pairs_before_a_resume_count_for_the_warning(tmp_path) -> None:
+    config = run_config(max_steps=NO_PAIR_STEPS - 1, eval_prompts=0, prompts_per_step=2)
+    run(tmp_path, config)
+    resumed = trainer(tmp_path, run_config(max_steps=NO_PAIR_STEPS, eval_prompts=0, prompts_per_step=2), resume=True)
+    assert resumed.pairs_seen == sum(row["pairs"] for row in rows(tmp_path / "metrics.jsonl")) > 0
+
+
+def test_resuming_a_finished_run_says_so(tmp_path) -> None:
+    run(tmp_path, run_config(max_steps=2))
+    resumed = run(tmp_path, run_config(max_steps=2), resume=True)
+    assert [text for text in resumed.display.said if "nothing to do" in text]
+
+
 def test_another_models_checkpoint_is_refused(tmp_path) -> None:
     made = policy(run_config(lora={"r": 4, "target_modules": ["q_proj"]}))
     optimizer = make_optimizer(run_config(), made.trainable())
@@ -189,12 +269,12 @@ def test_run_directories_are_never_shared_or_overwritten(tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     config = run_config()
     first = choose_output_dir("tiny", config, resume=False)
-    opened = RunDirectory(first, config, resume=False)
+    held = opened(first, config)
     with pytest.raises(ConfigError, match="holds a run"):
         RunDirectory(first, config, resume=False)
     with pytest.raises(ConfigError, match="another process"):
         RunDirectory(first, config, resume=True)
-    opened.close()
+    held.close()
     assert choose_output_dir("tiny", config, resume=False) == Path("runs/tiny-2")
     assert choose_output_dir("tiny", config, resume=True) == first
     with pytest.raises(ConfigError, match="seed = 5"):
@@ -264,6 +344,14 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
         assert words in done.stderr
         assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path) -> None:
+    script = "import os, signal, sys, amir.__main__ as m\nsys.argv = ['amir', 'train', 'quickstart']\n"
+    script += f"m._train = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})\nm.main()"
+    done = python("-c", script, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "--resume goes on" in done.stderr
 
 
 def test_the_command_lists_recipes_and_says_what_the_machine_can_do(tmp_path) -> None:

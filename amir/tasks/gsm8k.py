@@ -4,7 +4,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from ..config import ConfigError, Gsm8kTask
+from ..config import ConfigError, Gsm8kTask, read_utf8
 from .task import Example, Task
 
 HUB_NAME = "openai/gsm8k"
@@ -18,7 +18,7 @@ def load(settings: Gsm8kTask) -> Task:
         return _from_hub()
     if settings.path == "sample":
         source = resources.files("amir.tasks") / "gsm8k_sample.jsonl"
-        return _split(_examples(source.read_text(), "gsm8k_sample.jsonl"))
+        return _split(_examples(source.read_text(encoding="utf-8"), "gsm8k_sample.jsonl"))
     path = Path(settings.path).expanduser()
     if path.is_dir():
         return Task(_read(path / "train.jsonl"), _read(path / "test.jsonl"))
@@ -28,17 +28,17 @@ def load(settings: Gsm8kTask) -> Task:
 def _read(path: Path) -> list[Example]:
     if not path.is_file():
         raise ConfigError(f"task.path = {str(path)!r}: no such file")
-    return _examples(path.read_text(), str(path))
+    return _examples(read_utf8(path), str(path))
 
 
 def _examples(text: str, name: str) -> list[Example]:
     examples = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            examples.append(Example(row["question"], _final_answer(row["answer"])))
+            examples.append(_example(row["question"], row["answer"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{name}, line {number}: {type(error).__name__}: {error}") from None
     if not examples:
@@ -48,9 +48,15 @@ def _examples(text: str, name: str) -> list[Example]:
 
 def _final_answer(answer: str) -> str:
     _, mark, final = answer.partition("####")
-    if not mark:
-        raise ValueError("the answer has no '####' before its final number")
+    if not mark or not final.strip():
+        raise ValueError("the answer has no '####' with a final number behind it")
     return final.strip().replace(",", "")
+
+
+def _example(question: str, answer: str) -> Example:
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"question must be text, got {question!r}")
+    return Example(question, _final_answer(answer))
 
 
 def _split(examples: list[Example]) -> Task:
@@ -67,5 +73,5 @@ def _from_hub() -> Task:
         raise ConfigError(
             f"task.path unset: {HUB_NAME} could not be read from the hub ({error}); name a file"
         ) from None
-    train, test = ([Example(r["question"], _final_answer(r["answer"])) for r in splits[s]] for s in ("train", "test"))
+    train, test = ([_example(r["question"], r["answer"]) for r in splits[s]] for s in ("train", "test"))
     return Task(train, test)
