@@ -1,5 +1,6 @@
 """The `amir` command: train a run, list the shipped ones, say what this machine can do."""
 
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -13,6 +14,19 @@ from .config import ConfigError, RunConfig, config_yaml, load_config, recipe_nam
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 FAILED, WRONG_USAGE = 1, 2
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"amir {importlib.metadata.version('amir-grpo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    pass
 
 
 @app.command()

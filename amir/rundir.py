@@ -71,7 +71,7 @@ class RunDirectory:
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
-        with (self.path / f"{name}.jsonl").open("a") as file:
+        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
             file.flush()
             os.fsync(file.fileno())
@@ -82,7 +82,7 @@ class RunDirectory:
 
     def log(self, text: str) -> None:
         """Appends a dated line to log.txt."""
-        with (self.path / "log.txt").open("a") as file:
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a temporary file, then renames it: a reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -132,7 +132,7 @@ def _json_line(row: dict[str, Any]) -> str:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of the complete lines; a last line that a crash cut short is left out."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
@@ -158,7 +158,7 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     if not (path / "config.yaml").exists():
         raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
     try:
-        saved = dict(yaml.safe_load((path / "config.yaml").read_text()))
+        saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
     except (yaml.YAMLError, TypeError, ValueError):
         raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
     now = yaml.safe_load(config_yaml(config))
