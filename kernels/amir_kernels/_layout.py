@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_float, check_shape
+from ._checks import check_devices, check_float, check_shape, check_tensor, check_values
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class TokenLayout:
     def per_token(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         """An argument given per row `[B]` or per token, as clean values per token. Where T = B, it is read per row."""
         check_float(name, values)
+        check_devices("logprobs", self.keep.device, {name: values})
         if tuple(values.shape) == (self.rows,):
             return self.clean(self.spread(values), dtype)
         if values.shape != self.keep.shape:
@@ -56,6 +57,7 @@ class TokenLayout:
 def token_layout(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> TokenLayout:
     """Layout of `logprobs`, `[B, L]`, or `[T]` with `cu_seqlens`. Tokens past `cu_seqlens[-1]` do not count."""
     check_float("logprobs", logprobs)
+    check_devices("logprobs", logprobs.device, {"mask": mask, "cu_seqlens": cu_seqlens})
     if mask is None:
         keep = torch.ones_like(logprobs, dtype=torch.bool)
     else:
@@ -70,13 +72,16 @@ def token_layout(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | Non
         return TokenLayout(keep, logprobs.shape[0], None, None)
     if logprobs.dim() != 1:
         raise ValueError(f"logprobs must be packed [T] where cu_seqlens is given, got {list(logprobs.shape)}")
+    check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
             "it starts with 0 and ends with the number of tokens"
         )
-    offsets = cu_seqlens.to(torch.int64)
-    position = torch.arange(logprobs.shape[0], device=logprobs.device)
+    offsets, tokens = cu_seqlens.to(torch.int64), logprobs.shape[0]
+    rising = (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= tokens)
+    check_values(rising, "cu_seqlens must start with 0, not decrease, and end at most with the number of tokens")
+    position = torch.arange(tokens, device=logprobs.device)
     rows = offsets.numel() - 1
     row_of = torch.searchsorted(offsets[1:], position, right=True)
     keep = keep & (row_of < rows)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_choice
+from ._checks import check_choice, check_count, check_devices, check_number
 from ._groups import Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 
@@ -60,8 +60,7 @@ def group_advantage(
     check_choice("baseline", baseline, BASELINES)
     check_choice("scale", scale, SCALES)
     check_choice("combine", combine, COMBINATIONS)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    check_number("eps", eps, at_least=0)
     _check_rewards(rewards, group)
     exact = rewards.detach().to(torch.float64)
     factors = _factors(weights, rewards)
@@ -97,6 +96,7 @@ def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
     if rewards.dim() not in (1, 2):
         raise ValueError(f"rewards must be [B] or [B, F], got {list(rewards.shape)}")
     check_group(group, rewards.shape[0])
+    check_devices("rewards", rewards.device, {"group": group})
     if bool(rewards.isinf().any()):
         row = int(rewards.reshape(rewards.shape[0], -1).isinf().any(dim=1).nonzero()[0])
         raise ValueError(f"rewards must be finite, or NaN for a row without one; row {row} is infinite")
@@ -111,7 +111,10 @@ def _factors(weights: Tensor | Sequence[float] | None, rewards: Tensor) -> Tenso
     functions = rewards.shape[1]
     if weights is None:
         return torch.ones(functions, dtype=torch.float64, device=rewards.device)
-    factors = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
+    try:
+        factors = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"weights must be {functions} numbers, one per reward function, got {weights!r}") from error
     if tuple(factors.shape) != (functions,) or not bool(factors.isfinite().all()):
         raise ValueError(f"weights must be {functions} finite numbers, one per reward function, got {weights!r}")
     return factors
@@ -262,8 +265,8 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be [B], got {list(rewards.shape)}")
     check_group(group, rewards.shape[0])
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"k must be an int of at least 1, got {k!r}")
+    check_devices("rewards", rewards.device, {"group": group})
+    check_count("k", k)
     exact = rewards.detach().to(torch.float64)
     scored = ~exact.isnan()
     if not bool(((exact == 0) | (exact == 1) | ~scored).all()):

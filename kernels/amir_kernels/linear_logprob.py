@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_float, check_int64, check_positive, check_shape
+from ._checks import check_count, check_devices, check_float, check_int64, check_number, check_positive, check_shape
 from ._launch import use_triton
 from ._linear_backward import Wanted, head_grads, row_slopes
 from ._linear_head import Head, Lora, default_workspace, exact_products, scratch_bytes
@@ -277,13 +277,16 @@ def _check_weight(weight: Tensor) -> None:
 
 
 def _check_lora(lora: tuple[Tensor, Tensor, float], weight: Tensor) -> None:
+    parts: object = lora
+    if not isinstance(parts, (tuple, list)) or len(parts) != 3:
+        got = f"{len(parts)} of them" if isinstance(parts, (tuple, list)) else type(parts).__name__
+        raise TypeError(f"lora must be (A [r, H], B [V, r], scaling), got {got}")
     lora_a, lora_b, scaling = lora
     check_float("lora A", lora_a)
     check_float("lora B", lora_b)
-    check_shape("lora A", lora_a, (lora_a.shape[0], weight.shape[1]), "[r, H]")
+    check_shape("lora A", lora_a, (*lora_a.shape[:1], weight.shape[1]), "[r, H]")
     check_shape("lora B", lora_b, (weight.shape[0], lora_a.shape[0]), "[V, r]")
-    if not isinstance(scaling, (int, float)):
-        raise TypeError(f"lora's scaling must be a number, got {type(scaling).__name__}")
+    check_number("lora scaling", scaling)
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -336,7 +339,13 @@ def call_of(
     if lora is not None:
         _check_lora(lora, weight)
     if workspace_bytes is not None:
-        check_positive("workspace_bytes", workspace_bytes)
+        check_count("workspace_bytes", workspace_bytes)
+    check_number("logit_scale", logit_scale)
+    check_count("ignore_index", ignore_index, at_least=None)
+    others = {"weight": weight, "target": target, "bias": bias, "temperature": temperature}
+    if lora is not None:
+        others |= {"lora A": lora[0], "lora B": lora[1]}
+    check_devices("hidden", hidden.device, others)
     return Call(
         hidden,
         weight,

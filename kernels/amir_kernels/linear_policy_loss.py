@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._checks import check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
 from ._linear_formed import FormedLoss, FormedSweep
 from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
 from ._linear_torch import RowStats, Tiles, empty_stats, fold
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
-from .policy_loss import Objective, PolicyLoss, _resolve, policy_loss
+from .policy_loss import Objective, PolicyLoss, _resolve, check_preference_weights, policy_loss
 from .preference_loss import sequence_logprob
 
 if TYPE_CHECKING:
@@ -198,7 +199,13 @@ def linear_policy_loss(
     """
     chosen = _resolve(objective)
     _refuse_sequence_level(chosen)
+    check_float("hidden", hidden)
+    check_int64("target", target)
+    check_shape("target", target, hidden.shape[:-1], "hidden's without its last dimension")
+    check_devices("hidden", hidden.device, {"target": target})
     layout = token_layout(hidden[..., 0], mask, cu_seqlens)
+    if preference_weights is not None:
+        check_preference_weights(preference_weights, layout.rows, hidden.device)
     counted = torch.where(layout.keep, target, ignore_index)
     kept = counted != ignore_index
     options: dict[str, Any] = {
@@ -241,6 +248,7 @@ def linear_policy_loss(
         return loss_of(linear_logprob(hidden, weight, counted, **options))
     moving = kept
     if not (chosen.kl_coef or chosen.mirror_coef):
+        check_float("advantages", advantages)
         moving = layout.per_token("advantages", advantages, compute_dtype(advantages)) != 0
         if preference_weights is not None:
             moving = moving | layout.spread(preference_weights != 0)

@@ -3,11 +3,10 @@
 Legend: B completions (rows), N tokens that count, n_i those of row i, rho the policy ratio, A the advantage.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ._checks import check_choice, check_positive
+from ._checks import check_choice, check_count, check_number, check_positive
 
 RATIO_LEVELS = ("token", "sequence", "sequence_token", "none")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
@@ -96,10 +95,8 @@ class Objective:
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         for name in ("kl_coef", "mirror_coef"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {getattr(self, name)!r}")
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef must be a finite number, got {self.entropy_coef!r}")
+            check_number(name, getattr(self, name), at_least=0)
+        check_number("entropy_coef", self.entropy_coef)
         self._settle_own_parts()
         self._refuse_combinations()
 
@@ -114,8 +111,7 @@ class Objective:
             elif value is None:
                 object.__setattr__(self, name, used[name])
             elif name.startswith("clip"):
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+                check_number(name, value, at_least=0)
             else:
                 check_positive(name, value)
 
@@ -131,7 +127,8 @@ class Objective:
         if self.dual_clip is not None:
             if self.surrogate != "clip":
                 raise ValueError(f'dual_clip has no effect on surrogate={self.surrogate!r}; it belongs to "clip"')
-            if not 1 + (self.clip_high or 0) < self.dual_clip < math.inf:
+            check_number("dual_clip", self.dual_clip)
+            if not self.dual_clip > 1 + (self.clip_high or 0):
                 raise ValueError(
                     f"dual_clip must exceed 1 + clip_high = {1 + (self.clip_high or 0)}, got {self.dual_clip!r}"
                 )
@@ -149,7 +146,7 @@ class Objective:
                     f"max_completion_length has no effect on aggregation={self.aggregation!r}; "
                     'it belongs to "sequence_mean_token_sum_norm"'
                 )
-            check_positive("max_completion_length", self.max_completion_length)
+            check_count("max_completion_length", self.max_completion_length)
 
     def replace(self, **parts: Any) -> "Objective":
         """The same objective with other values for the named parts; an unknown part raises TypeError."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_float, check_positive, check_shape
+from ._checks import check_devices, check_float, check_number, check_shape, step_divisor
 from ._layout import TokenLayout, compute_dtype, token_layout
 from .objective import OBJECTIVES, SURROGATES, Objective
 from .preference_loss import PairTotals, paired_preference, sequence_logprob
@@ -171,14 +171,16 @@ def policy_loss(
         old_logprobs: same shape, of the policy that sampled. None: on policy, the detached `logprobs` stand in.
         advantages: `[B]`, or one per token. Where T = B a vector is read per row. No gradient.
         mask: same shape as `logprobs`, of 0 and 1 in any dtype; 0 leaves a token out, whatever it holds in any input.
-        cu_seqlens: int32 or int64 `[B + 1]`, the packed rows' bounds. Tokens past the last bound are left out.
+        cu_seqlens: int32 or int64 `[B + 1]`, the packed rows' bounds: from 0, not decreasing, T at most. Tokens past
+            the last bound are left out.
         ref_logprobs: same shape, of the reference policy; needed where `kl_coef` is not 0, else only measured. No
             gradient.
         objective: a name in `OBJECTIVES` or an `Objective`.
         importance_weight: `[B]` or per token, multiplies the policy term only. No gradient.
         num_tokens: divisor of a token mean for the whole optimizer step. Default: the tokens of this call.
         num_sequences: divisor of a sequence mean for the whole optimizer step. Default: B. Of the two, the one that the
-            aggregation does not use is ignored, so both may always be passed.
+            aggregation does not use is ignored, so both may always be passed. Both are
+            finite and at least 0, as numbers and as tensors; 0 counts as 1.
         entropy: same shape; needed where `entropy_coef` is not 0, else only measured. Takes the gradient.
 
     A row without tokens contributes 0 and stays in a sequence mean, as in TRL. Log-ratios are clamped to +-20 before
@@ -198,6 +200,10 @@ def policy_loss(
         if values is not None:
             check_float(name, values)
             check_shape(name, values, logprobs.shape, "like logprobs")
+            check_devices("logprobs", logprobs.device, {name: values})
+    check_float("advantages", advantages)
+    if importance_weight is not None:
+        check_float("importance_weight", importance_weight)
     _refuse_missing(chosen, layout, advantages, ref_logprobs, entropy)
     dtype = compute_dtype(logprobs, old_logprobs, advantages, ref_logprobs, importance_weight, entropy)
 
@@ -337,8 +343,8 @@ def _aggregate(
     per_row = layout.sum(layout.clean(loss, loss.dtype))
     counts = layout.counts(loss.dtype)
     if objective.aggregation == "token_mean":
-        return per_row.sum() / _divisor("num_tokens", num_tokens, counts.sum())
-    rows = _divisor("num_sequences", num_sequences, torch.full_like(counts.sum(), layout.rows))
+        return per_row.sum() / step_divisor("num_tokens", num_tokens, counts.sum())
+    rows = step_divisor("num_sequences", num_sequences, torch.full_like(counts.sum(), layout.rows))
     if objective.aggregation == "sequence_mean_token_mean":
         per_row = per_row / counts.clamp(min=1)
     if objective.max_completion_length is not None:
@@ -346,18 +352,14 @@ def _aggregate(
     return per_row.sum() / rows
 
 
-def _divisor(name: str, given: float | Tensor | None, local: Tensor) -> Tensor:
-    if given is None:
-        return local.clamp(min=1)
-    if isinstance(given, Tensor):
-        if given.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor of shape {list(given.shape)}")
-        return given.to(local).reshape(()).clamp(min=1)
-    check_positive(name, given)
-    return torch.full_like(local, given)
-
-
 # ---- AMIR-GRPO -----------------------------------------------------------------------------------------------------
+
+
+def check_preference_weights(weights: Tensor, rows: int, device: torch.device) -> None:
+    """Refuses all but one float per row."""
+    check_float("preference_weights", weights)
+    check_shape("preference_weights", weights, (rows,), "one per row")
+    check_devices("logprobs", device, {"preference_weights": weights})
 
 
 class AmirLoss(NamedTuple):
@@ -412,7 +414,7 @@ def amir_loss(
         preference_weights: `[B]`, d(-J_pref)/d score of these rows, computed once for their whole groups by
             `preference_weights`. The preference term is then `sum(weights * scores)`: the right gradient, but not the
             value of -J_pref, and the pairs' metrics are left out (they were known where the weights were made).
-        num_pairs: pairs of the whole optimizer step, the divisor of J_pref. Default: those of this call.
+        num_pairs: pairs of the whole optimizer step, the divisor of J_pref; 0 counts as 1. Default: those of this call.
 
     The other arguments are those of `policy_loss`. A row without tokens forms no pair. The gradient goes to `logprobs`,
     and to `entropy` for the bonus. Autograd keeps O(tokens + B), no pair. No host sync but that of `preference_loss`.
@@ -422,8 +424,7 @@ def amir_loss(
     """
     if not ref_free and ref_logprobs is None:
         raise ValueError("the preference term needs ref_logprobs; pass them, or ref_free=True to compare l_theta alone")
-    if not math.isfinite(lambda_reg):
-        raise ValueError(f"lambda_reg must be a finite number, got {lambda_reg!r}")
+    check_number("lambda_reg", lambda_reg)
     policy = policy_loss(
         logprobs,
         old_logprobs,
@@ -444,8 +445,7 @@ def amir_loss(
         scores = sequence - reference.detach()
     metrics = dict(policy.metrics)
     if preference_weights is not None:
-        check_float("preference_weights", preference_weights)
-        check_shape("preference_weights", preference_weights, scores.shape, "one per row")
+        check_preference_weights(preference_weights, scores.shape[0], scores.device)
         preference = (preference_weights.detach() * scores).sum()
     else:
         if rewards is None or group is None:

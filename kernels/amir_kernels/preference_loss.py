@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_float, check_positive, check_shape
+from ._checks import (
+    check_choice,
+    check_count,
+    check_devices,
+    check_float,
+    check_number,
+    check_positive,
+    check_shape,
+    step_divisor,
+)
 from ._groups import Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 from ._layout import compute_dtype, token_layout
@@ -234,13 +243,12 @@ def _row_scale(chosen: Tensor, where: Segments, reduction: str, divisor: Tensor 
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=chosen.device)
     if reduction == "mean":
-        pairs = chosen.sum() if divisor is None else divisor
-        return 1 / pairs.to(dtype).clamp(min=1)
+        return 1 / (chosen.sum().to(dtype).clamp(min=1) if divisor is None else divisor)
     before = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
     in_group = before[where.end] - before[where.start]
     first = where.start == torch.arange(where.start.shape[0], device=chosen.device)
-    groups = (first & (in_group > 0)).sum() if divisor is None else divisor
-    return 1 / (in_group.to(dtype).clamp(min=1) * groups.to(dtype).clamp(min=1))
+    groups = (first & (in_group > 0)).sum().to(dtype).clamp(min=1) if divisor is None else divisor
+    return 1 / (in_group.to(dtype).clamp(min=1) * groups)
 
 
 @_preference.register_fake
@@ -351,8 +359,8 @@ def preference_loss(
         pair_mining: "all", or "topk": the group's best row (lowest index on ties) against each lower one.
         max_pairs_per_group: keeps the largest gaps of each group, ties by lowest indices of chosen, then rejected.
         reduction: "mean" over all pairs, "group_mean" (mean of the means of the groups that have pairs), or "sum".
-        num_pairs: divisor of "mean" for the whole optimizer step; default: the pairs of this call.
-        num_groups: divisor of "group_mean" for the whole optimizer step; default: the groups with pairs of this call.
+        num_pairs: divisor of "mean" for the whole optimizer step, 0 counts as 1; default: the pairs of this call.
+        num_groups: divisor of "group_mean", likewise; default: the groups with pairs of this call.
         valid: bool `[B]`; a row that is not valid (empty, masked) forms no pair, whatever its score holds.
         backend: "auto", "triton" or "torch".
 
@@ -516,13 +524,13 @@ def _arguments(
         raise ValueError(f"scores must be one per completion [B], got {list(scores.shape)}")
     check_shape("rewards", rewards, scores.shape, "one per completion")
     check_group(group, scores.shape[0])
+    check_devices("scores", scores.device, {"rewards": rewards, "group": group, "valid": valid})
     check_positive("beta_dpo", beta_dpo)
-    if not 0 <= reward_margin < math.inf:
-        raise ValueError(f"reward_margin must be a finite number of at least 0, got {reward_margin!r}")
+    check_number("reward_margin", reward_margin, at_least=0)
     check_choice("pair_mining", pair_mining, PAIR_MINING)
     check_choice("reduction", reduction, REDUCTIONS)
-    if max_pairs_per_group is not None and max_pairs_per_group < 1:
-        raise ValueError(f"max_pairs_per_group must be at least 1 or None, got {max_pairs_per_group!r}")
+    if max_pairs_per_group is not None:
+        check_count("max_pairs_per_group", max_pairs_per_group)
     rewards = rewards.detach().to(torch.float64)
     comparable = rewards.isfinite()
     if valid is not None:
@@ -541,24 +549,19 @@ def _arguments(
         pair_mining == "topk",
         max_pairs_per_group or 0,
         reduction,
-        _step_divisor(reduction, num_pairs, num_groups, scores.device),
+        _step_divisor(reduction, num_pairs, num_groups, scores),
         use_triton(backend, scores),
     )
 
 
 def _step_divisor(
-    reduction: str, num_pairs: float | Tensor | None, num_groups: float | Tensor | None, device: torch.device
+    reduction: str, num_pairs: float | Tensor | None, num_groups: float | Tensor | None, scores: Tensor
 ) -> Tensor | None:
+    divisor = None
     for name, given, owner in (("num_pairs", num_pairs, "mean"), ("num_groups", num_groups, "group_mean")):
         if given is None:
             continue
         if reduction != owner:
             raise ValueError(f"{name} is the divisor of reduction={owner!r}; it has no effect on {reduction!r}")
-        if isinstance(given, Tensor):
-            if given.numel() != 1:
-                raise ValueError(f"{name} must be one number, got a tensor of shape {list(given.shape)}")
-            return given.detach().reshape(()).to(device)
-        if given < 0:
-            raise ValueError(f"{name} must be at least 0, got {given!r}")
-        return torch.full((), given, device=device)
-    return None
+        divisor = step_divisor(name, given, scores.new_empty((), dtype=compute_dtype(scores)))
+    return divisor

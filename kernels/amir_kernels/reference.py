@@ -333,10 +333,10 @@ def preference_loss(
     if reduction == "group_mean":
         in_group = [torch.isin(chosen, rows) for rows in _rows_of_groups(group, scores)]
         means = [losses[pairs].mean() for pairs in in_group if pairs.any()]
-        loss = sum(means, start=losses[:0].sum()) / max(len(means) if num_groups is None else num_groups, 1)
+        loss = sum(means, start=losses[:0].sum()) / ((len(means) if num_groups is None else num_groups) or 1)
     else:
         divisor = {"sum": 1, "mean": len(losses) if num_pairs is None else num_pairs}[reduction]
-        loss = losses.sum() / max(divisor, 1)
+        loss = losses.sum() / (divisor or 1)
     shares = [(logit > 0).to(logit.dtype), logit.detach()]
     accuracy, mean_logit = (share.sum() / max(len(logit), 1) for share in shares)
     return PreferenceLoss(loss, torch.tensor(len(logit)), accuracy, mean_logit)
@@ -519,7 +519,7 @@ def policy_loss(
         divisor = len(rows) if num_sequences is None else num_sequences
     if o.max_completion_length is not None:
         total = total / o.max_completion_length
-    return PolicyLoss(total / max(divisor, 1), metrics)
+    return PolicyLoss(total / (divisor or 1), metrics)
 
 
 def amir_loss(
