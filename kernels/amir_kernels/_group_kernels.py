@@ -30,33 +30,42 @@ def _group_advantage_kernel(
     BASELINE: tl.constexpr,
     SCALE: tl.constexpr,
     UNBIASED: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per group: least reward, mean excess over it, squared deviations, then the advantages."""
+    """One program per group: least reward, mean excess over it, squared deviations, then the advantages.
+
+    The excesses of rewards that differ by rounding only are 0.
+    """
     group = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets + group)
     end = tl.load(offsets + group + 1)
     lane = tl.arange(0, BLOCK)
 
     lows = tl.full([BLOCK], float("inf"), tl.float64)
+    highs = tl.full([BLOCK], float("-inf"), tl.float64)
     counts = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
         lows = tl.minimum(lows, tl.where(_known(r), r, float("inf")))
+        highs = tl.maximum(highs, tl.where(_known(r), r, float("-inf")))
         counts += _known(r).to(tl.float64)
     least = tl.min(lows, axis=0)
+    most = tl.max(highs, axis=0)
+    noise = ROUNDING * tl.maximum(tl.maximum(tl.abs(least), tl.abs(most)), 1.0)
+    differ = tl.where(most - least > noise, 1.0, 0.0)
     count = tl.sum(counts, axis=0)
 
     excesses = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        excesses += tl.where(_known(r), r - least, 0.0)
+        excesses += tl.where(_known(r), (r - least) * differ, 0.0)
     mean_excess = tl.sum(excesses, axis=0) / tl.maximum(count, 1.0)
 
     squares = tl.zeros([BLOCK], tl.float64)
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        centered = tl.where(_known(r), r - least - mean_excess, 0.0)
+        centered = tl.where(_known(r), (r - least) * differ - mean_excess, 0.0)
         squares += centered * centered
     if SCALE == "std":
         free = count - 1.0 if UNBIASED else count
@@ -71,7 +80,7 @@ def _group_advantage_kernel(
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
         a = tl.where(_known(r), r, 0.0)
         if BASELINE != "none":
-            a = tl.where(_known(r), r - least - mean_excess, 0.0)
+            a = tl.where(_known(r), (r - least) * differ - mean_excess, 0.0)
         if BASELINE == "leave_one_out":
             a = a * (count / tl.maximum(count - 1.0, 1.0))
         a = tl.where(a == 0.0, 0.0, a / scale)
@@ -79,7 +88,14 @@ def _group_advantage_kernel(
 
 
 def group_advantages(
-    rewards: Tensor, offsets: Tensor, longest: int, baseline: str, scale: str, eps: float, unbiased: bool
+    rewards: Tensor,
+    offsets: Tensor,
+    longest: int,
+    baseline: str,
+    scale: str,
+    eps: float,
+    unbiased: bool,
+    rounding: float,
 ) -> Tensor:
     """Advantages of sorted float64 rewards `[B]` (NaN: not scorable); scale "batch" is left to the caller."""
     advantages = torch.empty_like(rewards)
@@ -88,7 +104,15 @@ def group_advantages(
         block = min(triton.next_power_of_2(longest), MAX_GROUP_BLOCK)
         with torch.cuda.device_of(rewards):
             _group_advantage_kernel[(groups,)](
-                rewards, offsets, advantages, EPS=eps, BASELINE=baseline, SCALE=scale, UNBIASED=unbiased, BLOCK=block
+                rewards,
+                offsets,
+                advantages,
+                EPS=eps,
+                BASELINE=baseline,
+                SCALE=scale,
+                UNBIASED=unbiased,
+                ROUNDING=rounding,
+                BLOCK=block,
             )
     return advantages
 

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ._checks import check_int64, check_shape
 
+ROUNDING = 4 * 2.0**-23
+"""Rewards differ where their gap exceeds this times max(1, |r_i|, |r_j|): beyond float32 noise of summed rewards."""
+
 
 class Segments(NamedTuple):
     """Where each sorted row's group lies, for rows sorted by group (stable, so ties keep their order)."""

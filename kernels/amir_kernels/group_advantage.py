@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_choice, check_count, check_devices, check_number
-from ._groups import Segments, check_group, check_rewards, segments
+from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 
 BASELINES = ("mean", "leave_one_out", "none")
@@ -50,6 +50,9 @@ def group_advantage(
         backend: "auto", "triton" or "torch".
 
     With a baseline, a group whose rewards are all equal gets exactly 0, and so does one with a single scorable row.
+    Equal is up to rounding, as for the pairs of `preference_loss`: highest - lowest <= 4 * 2**-23 * max(1, |r|), |r|
+    the greater of their sizes, so sums of rewards that differ in their last bits are no signal in any dtype. Without a
+    baseline the deviation of such a group is 0.
     Statistics are float64 in two passes around the group's least reward, so rewards like 1e6 + {0, 1} keep sign and
     size. Returns float32, float64 for float64 rewards. Waits for the device to refuse infinite rewards, and to find
     the groups of ids. Keeps nothing.
@@ -146,6 +149,11 @@ class _Groups(NamedTuple):
     def max(self, values: Tensor) -> Tensor:
         return torch.segment_reduce(values, "max", offsets=self.offsets)[self.number]
 
+    def differ(self, ordered: Tensor) -> Tensor:
+        """Whether each row's group has two rewards that differ by more than rounding; NaN is none."""
+        least, most = self.min(ordered.nan_to_num(math.inf)), self.max(ordered.nan_to_num(-math.inf))
+        return most - least > ROUNDING * torch.maximum(least.abs(), most.abs()).clamp(min=1)
+
 
 def _find_groups(group: int | Tensor, rows: int, device: torch.device) -> _Groups:
     where = segments(group, rows, device)
@@ -171,7 +179,14 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
         from ._group_kernels import group_advantages
 
         advantages = group_advantages(
-            ordered, groups.offsets, groups.longest, options.baseline, options.scale, options.eps, options.unbiased
+            ordered,
+            groups.offsets,
+            groups.longest,
+            options.baseline,
+            options.scale,
+            options.eps,
+            options.unbiased,
+            ROUNDING,
         )
     else:
         advantages = _advantages_torch(ordered, scored, groups, options)
@@ -183,7 +198,7 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
 def _advantages_torch(ordered: Tensor, scored: Tensor, groups: _Groups, options: _Options) -> Tensor:
     """Of sorted rows; scale "batch" is left to the caller."""
     least = groups.min(ordered.nan_to_num(math.inf))
-    excess = torch.where(scored, ordered - least, 0)
+    excess = torch.where(scored & groups.differ(ordered), ordered - least, 0)
     count = groups.sum(scored.to(ordered.dtype))
     mean_excess = groups.sum(excess) / count.clamp(min=1)
     centered = torch.where(scored, excess - mean_excess, 0)
@@ -229,11 +244,10 @@ def _normalize_then_sum(rewards: Tensor, factors: Tensor, groups: _Groups, optio
 
 
 def _informative(rewards: Tensor, groups: _Groups) -> Tensor:
-    """Rows whose group has two different rewards of some function."""
+    """Rows whose group has two rewards of some function that differ by more than rounding."""
     informative = torch.zeros(rewards.shape[0], dtype=torch.bool, device=rewards.device)
     for column in rewards.unbind(dim=1):
-        ordered = groups.where.sort(column)
-        informative |= groups.min(ordered.nan_to_num(math.inf)) < groups.max(ordered.nan_to_num(-math.inf))
+        informative |= groups.differ(groups.where.sort(column))
     return groups.where.unsort(informative)
 
 

@@ -26,12 +26,9 @@ from ._checks import (
     check_shape,
     step_divisor,
 )
-from ._groups import Segments, check_group, check_rewards, segments
+from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 from ._layout import compute_dtype, token_layout
-
-ROUNDING = 4 * 2.0**-23
-"""A gap must exceed the margin by this times max(1, |r_i|, |r_j|): float32 noise of summed rewards makes no pair."""
 
 TILE_ELEMENTS = 1 << 16
 """Entries of a [rows, G] tile of the torch backend; about ten such tiles of 8 bytes are alive at once (5 MiB)."""

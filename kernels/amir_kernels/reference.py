@@ -187,6 +187,11 @@ def _deviation(values: Tensor, unbiased: bool) -> Tensor:
     return values.std(correction=1 if unbiased else 0) if len(values) > 1 else values.new_zeros(())
 
 
+def _all_equal(values: Tensor) -> bool:
+    """Up to the rounding of summed float32 rewards, as in the rule of the pairs."""
+    return bool(values.max() - values.min() <= 4 * 2**-23 * max(1.0, float(values.abs().max())))
+
+
 def group_advantage(
     rewards: Tensor,
     group: int | Tensor,
@@ -209,7 +214,7 @@ def group_advantage(
         for rows in _rows_of_groups(group, column):
             rows = rows[~column[rows].isnan()]
             r, n = column[rows], len(rows)
-            if n == 0 or (baseline != "none" and r.max() == r.min()):
+            if n == 0 or (baseline != "none" and _all_equal(r)):
                 continue
             a = {
                 "mean": r - r.mean(),
@@ -217,7 +222,7 @@ def group_advantage(
                 "none": r,
             }[baseline]
             if scale == "std":
-                a = a / (_deviation(r, unbiased) + eps)
+                a = a / ((0 if _all_equal(r) else _deviation(r, unbiased)) + eps)
             if scale == "batch":
                 a = a / (_deviation(known, unbiased) + eps)
             if scale == "bernoulli":
@@ -233,7 +238,7 @@ def group_advantage(
         result = torch.where(scorable, (summed - mean) / (deviation + eps), 0)
         for rows in _rows_of_groups(group, columns):
             known = [column[~column.isnan()] for column in columns[rows].T]
-            if all(len(r) == 0 or r.max() == r.min() for r in known):
+            if all(len(r) == 0 or _all_equal(r) for r in known):
                 result[rows] = 0
     return result if rewards.dtype == torch.float64 else result.float()
 
