@@ -19,6 +19,7 @@ from amir_kernels import (
     preference_loss,
     preference_weights,
     sequence_logprob,
+    workspace_of,
 )
 
 ROWS, LENGTH, HIDDEN, VOCABULARY = 4, 5, 8, 11
@@ -144,6 +145,18 @@ def test_the_parts_of_an_objective_are_numbers(value):
             Objective(**{name: value})
     with pytest.raises((TypeError, ValueError), match=r"^max_completion_length must be "):
         OBJECTIVES["dr_grpo"].replace(max_completion_length=value)
+
+
+def test_a_plan_of_the_scratch_takes_what_the_call_takes():
+    tensors = {name: head()[name] for name in ("hidden", "weight")}
+    for given, message in (
+        ({"workspace_bytes": 2.5}, "workspace_bytes must be an int"),
+        ({"workspace_bytes": 0}, "workspace_bytes must be at least 1"),
+        ({"lora": head()["lora"][:2]}, "lora must be"),
+        ({"hidden": [1.0]}, "hidden must be a tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            workspace_of(**tensors | given)
 
 
 DIVISORS = {

@@ -473,7 +473,12 @@ def workspace_of(
     Scratch is what a call allocates beyond its inputs, its results, the gradients it returns and O(N) numbers. With
     `process_group`, the gradient of hidden is summed in float32: 4 N H bytes more where hidden has 16 bits.
     """
+    check_float("hidden", hidden)
     _check_weight(weight)
+    if lora is not None:
+        _check_lora(lora, weight)
+    if workspace_bytes is not None:
+        check_count("workspace_bytes", workspace_bytes)
     pair = None if lora is None else Lora(*lora)
     head = Head(weight, None, pair, None, 1.0, _product_dtype(hidden, weight))
     workspace = default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes
