@@ -1,10 +1,12 @@
 """Checkpoints that are whole or absent: the adapter in PEFT's format, optimizer and random state as safetensors."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +30,17 @@ def save_checkpoint(
 ) -> Path:
     """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it."""
     target = folder / f"step-{step}"
-    staging = folder / f".step-{step}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    model.save_pretrained(str(staging))
-    save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
-    state = {
-        "format": FORMAT,
-        "step": step,
-        "data_position": data_position,
-        "parameters": list(named),
-        "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
-    }
-    (staging / "state.json").write_text(json.dumps(state))
-    for path in (p for p in staging.iterdir() if p.is_file()):
-        _sync(path)
-    shutil.rmtree(target, ignore_errors=True)
-    staging.rename(target)
-    _sync(folder)
+    with _whole_or_absent(target) as staging:
+        model.save_pretrained(str(staging))
+        save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "data_position": data_position,
+            "parameters": list(named),
+            "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
+        }
+        (staging / "state.json").write_text(json.dumps(state))
     return target
 
 
@@ -99,11 +94,22 @@ def _digest(path: Path) -> str:
 
 def save_adapter(folder: Path, model: PeftModel) -> None:
     """Writes the adapter alone, in PEFT's format, under a temporary name, then renames it."""
-    staging = folder.with_name(f".{folder.name}.tmp")
+    with _whole_or_absent(folder) as staging:
+        model.save_pretrained(str(staging))
+
+
+@contextlib.contextmanager
+def _whole_or_absent(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target`; afterwards forces its files to disk and gives it `target`'s name."""
+    staging = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    model.save_pretrained(str(staging))
-    shutil.rmtree(folder, ignore_errors=True)
-    staging.rename(folder)
+    staging.mkdir(parents=True)
+    yield staging
+    for path in (p for p in staging.iterdir() if p.is_file()):
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    staging.rename(target)
+    _sync(target.parent)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:

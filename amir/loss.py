@@ -93,7 +93,7 @@ def _accumulate(
         ref_free=config.ref_free or batch.ref_logprobs is None,
         normalize=config.normalize,
         preference_weights=None if forms_pairs else weights[rows],
-        num_pairs=batch.num_pairs.clamp(min=1),
+        num_pairs=batch.num_pairs,
         num_tokens=batch.num_tokens,
         num_sequences=batch.num_sequences,
         **pair_options(config),
@@ -126,7 +126,7 @@ def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config:
     score = sequence_logprob(_score(policy, batch, split, config.micro_batch_tokens), mask, normalize=config.normalize)
     if not config.ref_free and batch.ref_logprobs is not None:
         score = score - sequence_logprob(batch.ref_logprobs, mask, normalize=config.normalize)
-    pairs = {"valid": split, "num_pairs": batch.num_pairs.clamp(min=1), **pair_options(config)}
+    pairs = {"valid": split, "num_pairs": batch.num_pairs, **pair_options(config)}
     term = preference_loss(score, batch.rewards, batch.group, **pairs)
     sums.update(
         {"preference_loss": term.loss, "pairs": term.pairs, "pairs_correct": (term.accuracy * term.pairs).nan_to_num()}

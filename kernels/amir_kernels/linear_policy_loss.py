@@ -27,7 +27,7 @@ from ._linear_formed import FormedLoss, FormedSweep
 from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
 from ._linear_torch import RowStats, Tiles, empty_stats, fold
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
-from .policy_loss import Objective, PolicyLoss, _resolve, check_preference_weights, policy_loss
+from .policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
 from .preference_loss import sequence_logprob
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def linear_policy_loss(
     torch.compile does not trace this form. Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a
     trained head. Log-probs are the same bits in every form.
     """
-    chosen = _resolve(objective)
+    chosen = resolve_objective(objective)
     _refuse_sequence_level(chosen)
     check_float("hidden", hidden)
     check_int64("target", target)

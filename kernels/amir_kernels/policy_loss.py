@@ -194,7 +194,7 @@ def policy_loss(
 
     Raises ValueError for an unknown objective, a missing input that the objective needs, or shapes that disagree.
     """
-    chosen = _resolve(objective)
+    chosen = resolve_objective(objective)
     layout = token_layout(logprobs, mask, cu_seqlens)
     for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs), ("entropy", entropy)):
         if values is not None:
@@ -226,7 +226,8 @@ def policy_loss(
     return PolicyLoss(_aggregate(loss, layout, chosen, num_tokens, num_sequences), metrics)
 
 
-def _resolve(objective: str | Objective) -> Objective:
+def resolve_objective(objective: str | Objective) -> Objective:
+    """The objective itself, or the known one of that name; an unknown name is refused with the nearest known."""
     if isinstance(objective, Objective):
         return objective
     if not isinstance(objective, str):
