@@ -77,7 +77,7 @@ def _train(run: str, config: RunConfig, resume: bool) -> None:
     import torch
     from transformers.utils import logging
 
-    from .model import load_policy
+    from .load import load_policy
     from .tasks import TASKS
     from .trainer import Trainer
 

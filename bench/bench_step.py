@@ -247,7 +247,7 @@ def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
 
 def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     """Our trainer."""
-    from amir.model import wrap_policy
+    from amir.load import wrap_policy
     from amir.rundir import RunDirectory
     from amir.tasks import Task
     from amir.trainer import Prompt, Trainer, prompt_ids

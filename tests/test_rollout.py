@@ -50,7 +50,7 @@ def test_one_token_prompts_and_one_new_token() -> None:
 
 
 def test_sampling_defaults_of_the_models_page_are_dropped() -> None:
-    from amir.model import wrap_policy
+    from amir.load import wrap_policy
     from tiny import model, tokenizer
 
     base = model()

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from amir.batch import Tokens
-from amir.model import wrap_policy
+from amir.load import wrap_policy
 from amir_kernels import linear_logprob, supports
 from tiny import model, policy, run_config, tokenizer
 

@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from amir.config import RunConfig
-from amir.model import Policy, wrap_policy
+from amir.load import wrap_policy
+from amir.model import Policy
 
 PAD, EOS, BOS = 0, 1, 2
 VOCAB = 101
