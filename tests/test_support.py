@@ -2,19 +2,33 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    TaskType,
+    get_peft_model,
+)
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Cohere2Config,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -22,6 +36,7 @@ from transformers import (
 from amir.batch import Tokens
 from amir.load import wrap_policy
 from amir_kernels import linear_logprob, supports
+from amir_kernels.support import FAMILIES
 from tiny import model, policy, run_config, tokenizer
 
 SIZES = {
@@ -35,6 +50,8 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA3 = {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 30.0}
+EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
@@ -42,33 +59,67 @@ CONFIGS = {
     "mistral": MistralConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "phi": PhiConfig(**SIZES),
     "phi3": Phi3Config(**SIZES),
     "gpt2": GPT2Config(**GPT2_SIZES),
     "gpt_neox": GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
     "gemma2": Gemma2Config(**SIZES, head_dim=8),
-    "gemma3-capped": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=16, final_logit_softcapping=30.0),
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma3-capped": Gemma3TextConfig(**SIZES, **GEMMA3),
+    "gemma3-images": Gemma3Config(text_config=SIZES | GEMMA3, vision_config=EYE | {"patch_size": 14}),
     "granite": GraniteConfig(**SIZES, logits_scaling=8.0, embedding_multiplier=12.0),
     "cohere": CohereConfig(**SIZES, logit_scale=0.0625),
+    "cohere2": Cohere2Config(**SIZES, head_dim=8, sliding_window=16, logit_scale=0.0625),
 }
+
+
+def scores(made, ids):
+    """Log-probs of the next tokens: the model's own, and the op's from its hidden states."""
+    found, target = supports(made), ids.roll(-1, dims=1)
+    assert found.refusal is None
+    own = made(ids).logits.log_softmax(-1).gather(2, target[..., None])[..., 0]
+    return own, linear_logprob(found.body(ids).last_hidden_state, found.weight, target, **found.head_arguments)
+
+
+def lively(name, dtype=torch.float32):
+    """A model whose head is scaled up, and has a bias where there is one: a forgotten cap, scale or bias shows."""
+    made = AutoModelForCausalLM.from_config(CONFIGS[name]).eval().to(dtype)
+    head = made.get_output_embeddings()
+    with torch.no_grad():
+        head.weight *= 100
+        if head.bias is not None:
+            head.bias.normal_()
+    return made
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logprobs_from_hidden_states_equal_the_models_own(name: str) -> None:
-    made = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-    made.get_output_embeddings().weight.data *= 100  # a forgotten cap or scale must show
-    found = supports(made)
-    assert found.refusal is None
     ids = torch.randint(3, 97, (2, 9))
-    target = torch.randint(3, 97, (2, 9))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+        made = lively(name, dtype)
+        with torch.no_grad():
+            own, ours = scores(made, ids)
+        # float32 rounds log-probs of hundreds to 1e-5 of their size, float64 far below it
+        assert ((ours - own).abs() <= tolerance * (own.abs() if dtype == torch.float32 else 1)).all()
+    found = supports(made)
+    assert found.tied == (found.weight is made.get_input_embeddings().weight) == CONFIGS[name].tie_word_embeddings
+    assert found.family == CONFIGS[name].model_type
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma2", "gemma3-capped", "granite", "cohere", "cohere2"])
+def test_a_forgotten_cap_scale_or_bias_would_show(name: str) -> None:
+    made, ids = lively(name), torch.randint(3, 97, (2, 9))
+    found, target = supports(made), ids.roll(-1, dims=1)
+    plain = {"bias": None, "softcap": None, "logit_scale": 1.0, "lora": None}
+    (option,) = [key for key, value in found.head_arguments.items() if value is not None and value != plain[key]]
+    assert option == {"phi": "bias", "gemma2": "softcap", "gemma3-capped": "softcap"}.get(name, "logit_scale")
     with torch.no_grad():
-        expected = made(ids).logits.float().log_softmax(-1).gather(2, target[..., None])[..., 0]
-        hidden = found.body(ids).last_hidden_state
-        ours = linear_logprob(hidden, found.weight, target, **found.head_arguments)
-        plain = linear_logprob(hidden, found.weight, target)
-    assert torch.allclose(ours, expected, atol=1e-5, rtol=1e-5)
-    if found.softcap is not None or found.logit_scale != 1:
-        assert (plain - expected).abs().max() > 0.1
-    assert found.tied == CONFIGS[name].tie_word_embeddings
+        own, _ = scores(made, ids)
+        assert (linear_logprob(found.body(ids).last_hidden_state, found.weight, target) - own).abs().max() > 0.1
+
+
+def test_every_family_that_is_served_was_tried() -> None:
+    assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -90,7 +141,8 @@ def test_a_prompt_computed_once_scores_and_trains_as_if_each_row_had_its_own(nam
 
     ours = made.logprobs(tokens)
     ours.backward(upstream)
-    gradients = [p.grad.clone() for p in made.trainable().values()]
+    reached = [p for name, p in made.trainable().items() if "vision_tower" not in name]
+    gradients = [p.grad.clone() for p in reached]
     made.model.zero_grad()
 
     ids = torch.cat([tokens.prompt_ids[prompt_of], tokens.completion_ids], 1)
@@ -100,13 +152,95 @@ def test_a_prompt_computed_once_scores_and_trains_as_if_each_row_had_its_own(nam
     expected = torch.where(completion_mask, scores, 0)
     expected.backward(upstream)
     assert torch.allclose(ours, expected, atol=1e-5, rtol=1e-5)
-    for left, right in zip(gradients, [p.grad for p in made.trainable().values()], strict=True):
+    for left, right in zip(gradients, [p.grad for p in reached], strict=True):
         assert (left - right).norm() <= 1e-4 * right.norm()
 
 
 def test_the_wrapped_policy_is_served() -> None:
     found = policy().support
     assert (found.family, found.refusal, found.tied) == ("llama", None, True)
+
+
+def adapted(made, **options):
+    """The model under PEFT with its adapter's weights moved away from the base model's."""
+    wrapped = get_peft_model(made, LoraConfig(task_type=TaskType.CAUSAL_LM, **options))
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    return wrapped
+
+
+ADAPTERS = {
+    "LoRA on the head": {"r": 3, "target_modules": ["q_proj", "lm_head"]},
+    "rsLoRA on the head": {"r": 3, "target_modules": ["lm_head"], "use_rslora": True},
+    "a copied head": {"r": 3, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "LoRA on a head and its embeddings": {
+        "r": 3,
+        "target_modules": ["embed_tokens", "lm_head"],
+        "ensure_weight_tying": True,
+    },
+    "DoRA in the body": {"r": 3, "target_modules": ["q_proj"], "use_dora": True},
+    "dropout in the body": {"r": 3, "target_modules": ["q_proj"], "lora_dropout": 0.1},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_peft_does_to_the_head_is_served(name: str, tied: bool) -> None:
+    """On, off, merged and switched: the op follows, its gradients too."""
+    if "embeddings" in name and not tied:
+        pytest.skip("tying needs a tied model")
+    ids = torch.randint(3, 97, (2, 9))
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=tied)).double()
+    base.get_output_embeddings().weight.data *= 30
+    made = adapted(base, **ADAPTERS[name]).double().eval()
+    found = supports(made)
+    own, ours = scores(made, ids)
+    assert (ours - own).abs().max() < 1e-11
+    trained = [p for p in made.parameters() if p.requires_grad]
+    weights = torch.randn(2, 9, dtype=torch.float64)
+    for left, right in zip(*(torch.autograd.grad((weights * x).sum(), trained) for x in (ours, own)), strict=True):
+        assert (left - right).norm() <= 1e-10 * right.norm()
+        assert right.norm() > 0
+    with made.disable_adapter(), torch.no_grad():
+        own_off, ours_off = scores(made, ids)
+        target = ids.roll(-1, dims=1)
+        held = linear_logprob(found.body(ids).last_hidden_state, found.weight, target, **found.head_arguments)
+        assert (own_off - own).abs().max() > 1e-3
+        assert (ours_off - own_off).abs().max() < 1e-11
+        assert torch.equal(held, ours_off)  # what was found before the adapter went off
+    if not tied and "copied" not in name:
+        made.merge_adapter()
+        with torch.no_grad():
+            own_merged, ours_merged = scores(made, ids)
+        assert (ours_merged - own).abs().max() < 1e-9
+        assert (ours_merged - own_merged).abs().max() < 1e-11
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_active_adapter_of_the_head_is_the_one_that_serves() -> None:
+    ids = torch.randint(3, 97, (2, 9))
+    made = adapted(model().double(), r=3, target_modules=["lm_head"]).eval()
+    made.add_adapter("second", LoraConfig(r=2, lora_alpha=7, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    made.double().get_base_model().lm_head.lora_B["second"].weight.data.normal_()
+    found = supports(made)
+    results = []
+    for name in ("default", "second"):
+        made.set_adapter(name)
+        own, ours = scores(made, ids)
+        assert (ours - own).abs().max() < 1e-11
+        results.append(ours)
+    assert (results[0] - results[1]).abs().max() > 1e-3
+    made.base_model.set_adapter(["default", "second"])
+    refused(made, "add_weighted_adapter()")
+    with pytest.raises(ValueError, match="activate one"):
+        _ = found.weight
+    made.set_adapter("default")
+    made.merge_adapter()
+    with made.disable_adapter():
+        refused(made, "unmerge_adapter()")
 
 
 def refused(made: torch.nn.Module, words: str) -> None:
@@ -117,28 +251,88 @@ def refused(made: torch.nn.Module, words: str) -> None:
         _ = found.weight
 
 
+class Sharded(torch.nn.Parameter):
+    """A weight with the mark of a DTensor."""
+
+    placements = ()
+
+
 def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
     falcon = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
-    refused(AutoModelForCausalLM.from_config(FalconConfig(**falcon)), "'falcon'")
-    refused(torch.nn.Linear(2, 2), "None")
+    refused(AutoModelForCausalLM.from_config(FalconConfig(**falcon)), "'falcon' (FalconForCausalLM) is not one of")
+    refused(torch.nn.Linear(2, 2), "Linear has no config.model_type; pass the causal LM itself")
+    refused(torch.nn.Sequential(model()), "without what is wrapped around it")
+    refused(model().model, "LlamaModel has no output embeddings; pass the causal LM")
+    classifier = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES))
+    refused(classifier, "LlamaForSequenceClassification has no output embeddings")
+    nested = model()
+    nested.base_model_prefix = "transformer"
+    refused(nested, "no body under base_model_prefix")
 
-    sharded = model()
-    sharded.lm_head.weight = torch.nn.Parameter(torch.empty(0))
-    refused(sharded, "gather it")
+    for weight, words in (
+        (torch.nn.Parameter(torch.empty(0)), "sharded; gather it"),
+        (Sharded(torch.empty(101, 32)), "process_group"),
+        (torch.nn.Parameter(torch.empty(51, 32)), "51 of 101 rows (tensor parallel?)"),
+    ):
+        made = model()
+        made.lm_head.weight = weight
+        refused(made, words)
+    partitioned = model()
+    partitioned.lm_head.weight.ds_id = 0  # ZeRO-3's mark
+    refused(partitioned, "sharded; gather it")
 
     quantized = model()
     quantized.lm_head = type("Linear4bit", (torch.nn.Linear,), {})(32, 101, bias=False)
-    refused(quantized, "Linear4bit")
+    refused(quantized, "Linear4bit, not a torch.nn.Linear; keep the head out")
+    hooked = model()
+    hooked.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+    refused(hooked, "forward hooks")
 
 
-def test_adapters_that_the_head_op_would_skip_are_refused() -> None:
-    lora = {"r": 2, "task_type": TaskType.CAUSAL_LM}
-    virtual = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
-    refused(get_peft_model(model(), virtual), "virtual tokens")
-    saved = LoraConfig(**lora, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    refused(get_peft_model(model(), saved), "modules_to_save")
-    on_head = LoraConfig(**lora, target_modules=["q_proj", "lm_head"])
-    refused(get_peft_model(model(), on_head), "LoRA on its head")
+def test_logits_in_the_place_of_hidden_states_are_a_shape_error() -> None:
+    made = model()
+    body = made.model.forward
+    made.model.forward = lambda *args, **kwargs: (
+        body(*args, **kwargs) | {"last_hidden_state": made.lm_head(body(*args, **kwargs).last_hidden_state)}
+    )
+    ids = torch.randint(3, 97, (2, 9))
+    found = supports(made)
+    with pytest.raises(ValueError, match=r"hidden must be \[\.\.\., H\] with H = 32 as in weight, got \[2, 9, 101\]"):
+        linear_logprob(found.body(ids)["last_hidden_state"], found.weight, ids, **found.head_arguments)
+
+
+LORA = {"r": 2, "task_type": TaskType.CAUSAL_LM}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "(PROMPT_TUNING) adds virtual tokens"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "(PREFIX_TUNING) adds virtual tokens"),
+        (PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "(P_TUNING) adds virtual tokens"),
+        (LoraConfig(**LORA, target_modules=["q_proj"], alora_invocation_tokens=[5]), "activated LoRA"),
+        (LoraConfig(**LORA, target_modules=["lm_head"], use_dora=True), "not plain LoRA (DoRA"),
+        (AdaLoraConfig(**LORA, target_modules=["lm_head"], total_step=9), "not plain LoRA (DoRA, AdaLoRA"),
+        (LoraConfig(**LORA, target_modules=["lm_head"], lora_bias=True), "set lora_bias=False"),
+        (LoraConfig(**LORA, target_modules=["lm_head"], lora_dropout=0.1), "set lora_dropout=0"),
+        (LoraConfig(**LORA, target_modules=["q_proj"], trainable_token_indices=[4]), "TrainableTokensWrapper"),
+        (IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]), "peft.tuners.ia3"),
+    ],
+)
+def test_adapters_that_the_head_op_would_skip_are_refused(adapter, words) -> None:
+    refused(get_peft_model(model(), adapter), words)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_dropout_on_the_head_is_served_where_nothing_drops_out() -> None:
+    made = adapted(model().double(), r=2, target_modules=["lm_head"], lora_dropout=0.1).double()
+    found = supports(made.eval())
+    own, ours = scores(made, torch.randint(3, 97, (2, 9)))
+    assert (ours - own).abs().max() < 1e-11
+    made.train()
+    with pytest.raises(ValueError, match="set lora_dropout=0"):
+        _ = found.head_arguments
 
 
 def test_a_disabled_dora_adapter_is_the_base_model() -> None:

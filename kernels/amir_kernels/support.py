@@ -1,7 +1,7 @@
 """Which causal language models the head ops serve, and with which arguments; found by looking, importing none."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,15 +12,29 @@ FAMILIES: dict[str, tuple[str | None, str | None]] = {
     "mistral": _PLAIN,
     "qwen2": _PLAIN,
     "qwen3": _PLAIN,
+    "phi": _PLAIN,
     "phi3": _PLAIN,
     "gpt2": _PLAIN,
     "gpt_neox": _PLAIN,
+    "gemma": _PLAIN,
     "gemma2": ("final_logit_softcapping", None),
     "gemma3_text": ("final_logit_softcapping", None),
+    "gemma3": _PLAIN,  # its class with images leaves the text configuration's softcap out
     "granite": (None, "logits_scaling"),
     "cohere": (None, "logit_scale"),
+    "cohere2": (None, "logit_scale"),
 }
 _DIVIDES = {"granite"}
+_SKIPPED = "calling the body alone would skip"
+
+
+class _Refused(Exception):
+    """What is in the way, and what to do."""
+
+
+class _Head(NamedTuple):
+    linear: nn.Linear
+    lora: tuple[Tensor, Tensor, float] | None
 
 
 @dataclass(frozen=True)
@@ -29,28 +43,39 @@ class Support:
 
     `refusal` is None where it is served. Then `linear_logprob(body(...).last_hidden_state, weight, target,
     **head_arguments)` equals the model's own log-probs. `body` returns hidden states after the final norm.
+
+    `weight` and `head_arguments` are those of the moment: under PEFT's `disable_adapter()` they are the base model's.
+    A head that is not served at that moment, as with two adapters active on it, raises ValueError.
     """
 
     family: str | None
     refusal: str | None
     body: nn.Module | None = None
     head: nn.Module | None = None
+    """the output embeddings, PEFT's wrapper included"""
     softcap: float | None = None
     logit_scale: float = 1.0
     tied: bool = False
+    """whether the head's weight is that of the input embeddings"""
 
     @property
     def weight(self) -> Tensor:
-        """The head's weight `[V, H]`."""
-        if self.refusal is not None or self.head is None:
-            raise ValueError(f"this model is not served: {self.refusal}")
-        return self.head.weight  # type: ignore[return-value]
+        """The head's weight `[V, H]`, without a LoRA."""
+        return self._now().linear.weight
 
     @property
     def head_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `linear_logprob` that reproduce this model's head."""
-        bias = getattr(self.head, "bias", None)
-        return {"bias": bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+        linear, lora = self._now()
+        return {"bias": linear.bias, "softcap": self.softcap, "logit_scale": self.logit_scale, "lora": lora}
+
+    def _now(self) -> _Head:
+        try:
+            if self.refusal is not None:
+                raise _Refused(self.refusal)
+            return _read_head(self.head)
+        except _Refused as refused:
+            raise ValueError(f"this model is not served: {refused}") from None
 
 
 def supports(model: nn.Module) -> Support:
@@ -58,60 +83,120 @@ def supports(model: nn.Module) -> Support:
 
     Looks at `config.model_type`, the output embeddings and their wrappers; imports neither Transformers nor PEFT. A
     family that is not listed in `FAMILIES` is refused rather than guessed, since an overlooked softcap or scale changes
-    every log-prob silently.
+    every log-prob silently. Served of PEFT: any adapter in the body, on the head LoRA (rsLoRA too) and
+    `modules_to_save`. A refusal names what is in the way and what to do.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(base, "config", None)
     family = getattr(config, "model_type", None)
-    body, head = _body(base), _head(base)
-    refusal = _prompt_learning(model) or _family(family, base) or _head_obstacle(head) or _body_obstacle(body)
-    if refusal:
-        return Support(family, refusal)
+    try:
+        _refuse_around_the_body(model)
+        _refuse_family(family, base)
+        body, wrapped = _body(base), base.get_output_embeddings()  # type: ignore[operator]
+        head = _read_head(wrapped)
+        _refuse_shape(head.linear, config)
+    except _Refused as refused:
+        return Support(family, str(refused))
     cap_field, scale_field = FAMILIES[family]  # type: ignore[index]
     softcap = getattr(config, cap_field) if cap_field else None
     scale = float(getattr(config, scale_field)) if scale_field else 1.0
-    tied = head.weight is base.get_input_embeddings().weight  # type: ignore[operator, union-attr]
-    return Support(family, None, body, head, softcap, 1 / scale if family in _DIVIDES else scale, tied)
+    tied = head.linear.weight is base.get_input_embeddings().weight  # type: ignore[operator]
+    return Support(family, None, body, wrapped, softcap, 1 / scale if family in _DIVIDES else scale, tied)
 
 
-def _body(base: nn.Module) -> nn.Module | None:
+def _body(base: nn.Module) -> nn.Module:
     body = getattr(base, getattr(base, "base_model_prefix", None) or "model", None)
-    return body if body is not base else None
+    if body is None or body is base:
+        raise _Refused(f"{type(base).__name__} has no body under base_model_prefix; pass the causal LM itself")
+    return body
 
 
-def _head(base: nn.Module) -> nn.Module | None:
-    return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
-
-
-def _prompt_learning(model: nn.Module) -> str | None:
+def _refuse_around_the_body(model: nn.Module) -> None:
+    """What PEFT does in the whole model's forward."""
     for name, peft_config in getattr(model, "peft_config", {}).items():
+        kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
         if getattr(peft_config, "is_prompt_learning", False):
-            return (
-                f"adapter {name!r} ({peft_config.peft_type}) adds virtual tokens, which calling the body alone would "
-                "skip; use LoRA"
-            )
-    return None
+            raise _Refused(f"adapter {name!r} ({kind}) adds virtual tokens, which {_SKIPPED}; use LoRA")
+        if kind == "XLORA":
+            raise _Refused(f"adapter {name!r} (XLORA) mixes its experts in a pass that {_SKIPPED}; use LoRA")
+        if getattr(peft_config, "alora_invocation_tokens", None):
+            raise _Refused(f"adapter {name!r} is an activated LoRA, whose start {_SKIPPED}; use plain LoRA")
 
 
-def _family(family: str | None, base: nn.Module) -> str | None:
-    if family in FAMILIES:
-        return None
-    return f"model type {family!r} ({type(base).__name__}) is not one of {', '.join(FAMILIES)}"
+def _refuse_family(family: str | None, base: nn.Module) -> None:
+    name = type(base).__name__
+    if family is None:
+        raise _Refused(f"{name} has no config.model_type; pass the causal LM itself, without what is wrapped around it")
+    if family not in FAMILIES:
+        raise _Refused(
+            f"model type {family!r} ({name}) is not one of {', '.join(FAMILIES)}; call linear_logprob with its hidden "
+            "states and its head's weight, softcap and scale, once these were seen to give its own log-probs"
+        )
+    if getattr(base, "get_output_embeddings", lambda: None)() is None:
+        raise _Refused(f"{name} has no output embeddings; pass the causal LM (AutoModelForCausalLM)")
 
 
-def _head_obstacle(head: nn.Module | None) -> str | None:
-    if head is None:
-        return "it has no output embeddings"
+# ---- the head ------------------------------------------------------------------------------------------------------
+
+
+def _read_head(head: Any) -> _Head:
+    """What computes the logits at this moment."""
+    _refuse_hooks(head)
     if hasattr(head, "modules_to_save"):
-        return "its head is a copy kept by PEFT (modules_to_save); train the head's weight itself, or leave it out"
-    if hasattr(head, "lora_A"):
-        return "it has LoRA on its head; leave the head out of target_modules"
+        off = head.disable_adapters or any(name not in head.modules_to_save for name in head.active_adapters)
+        head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
+    lora = None
+    if hasattr(head, "base_layer") and hasattr(head, "lora_A"):
+        lora, head = _read_lora(head), head.base_layer
     if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}, not a torch.nn.Linear"
-    if head.weight.numel() == 0:
-        return "its head's weight is empty here (sharded?); gather it before the call"
-    return None
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise _Refused(
+            f"its head is a {kind}, not a torch.nn.Linear; keep the head out of what replaces it (quantization: "
+            "llm_int8_skip_modules; an adapter: its target_modules, and token indices of tied embeddings)"
+        )
+    _refuse_hooks(head)
+    if hasattr(head.weight, "placements") or hasattr(head.weight, "ds_id") or head.weight.numel() == 0:
+        raise _Refused(
+            "its head's weight is sharded; gather it before the call, or pass this rank's rows of it to "
+            "linear_logprob(process_group=...)"
+        )
+    return _Head(head, lora)
 
 
-def _body_obstacle(body: nn.Module | None) -> str | None:
-    return None if body is not None else "its body (base_model_prefix) was not found"
+def _refuse_hooks(module: nn.Module) -> None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise _Refused("its head has forward hooks, which the weight alone would skip; remove them")
+
+
+def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:
+    """(A, B, scaling) of the LoRA that is active on the head; None where it is off or merged into the weight."""
+    if head.disable_adapters and head.merged:
+        raise _Refused("the LoRA merged into its head is disabled; call unmerge_adapter() first")
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    if head.disable_adapters or head.merged or not names:
+        return None
+    if len(names) > 1:
+        listed = ", ".join(map(repr, names))
+        raise _Refused(f"adapters {listed} are active on its head; activate one, or join them: add_weighted_adapter()")
+    name = names[0]
+    down, up, dropout = head.lora_A[name], head.lora_B[name], head.lora_dropout[name]
+    if hasattr(head, "lora_E") or name in getattr(head, "lora_variant", {}) or name in head.lora_magnitude_vector:
+        raise _Refused(f"adapter {name!r} on its head is not plain LoRA (DoRA, AdaLoRA, ...); use plain LoRA there")
+    if up.bias is not None:
+        raise _Refused(f"adapter {name!r} has a bias on its head (lora_bias=True); set lora_bias=False")
+    if getattr(dropout, "p", 0) > 0 and dropout.training:
+        raise _Refused(
+            f"adapter {name!r} drops out part of its head's input; set lora_dropout=0, or leave the head out of "
+            "target_modules"
+        )
+    return down.weight, up.weight, float(head.scaling[name])
+
+
+def _refuse_shape(head: nn.Linear, config: Any) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    expected, got = getattr(text, "vocab_size", None), head.weight.shape[0]
+    if expected is not None and got != expected:
+        raise _Refused(
+            f"its head holds {got} of {expected} rows (tensor parallel?); pass them to "
+            "linear_logprob(process_group=...), or load the model whole"
+        )
