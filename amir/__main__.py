@@ -95,7 +95,7 @@ def _train(run: str, config: RunConfig, resume: bool) -> None:
             trainer.resume()
         trainer.train()
         picture = draw_curves(path)
-    typer.echo(f"curves: {picture}\nadapter (PEFT): {path / 'adapter'}")
+    typer.echo(f"curves: {picture}\ntrained {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
     typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: the adapter in PEFT's format, optimizer and random state as safetensors."""
+"""Checkpoints that are whole or absent: weights in PEFT's or Transformers' format, the rest as safetensors."""
 
 import contextlib
 import hashlib
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,14 +25,14 @@ def save_checkpoint(
     folder: Path,
     step: int,
     data_position: int,
-    model: PeftModel,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     named: dict[str, Tensor],
 ) -> Path:
     """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it."""
     target = folder / f"step-{step}"
     with _whole_or_absent(target) as staging:
-        model.save_pretrained(str(staging))
+        _save_weights(staging, model)
         save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
         state = {
             "format": FORMAT,
@@ -50,19 +51,22 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
-def load_checkpoint(path: Path, model: PeftModel, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
-    """Restores adapter, optimizer and random state in place; returns the step that was finished.
+def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
+    """Restores weights, optimizer and random state in place; returns the step that was finished.
 
-    A checkpoint of another adapter, or one whose files are not those that were saved, raises ConfigError.
+    A checkpoint of another model or adapter, or one whose files are not those that were saved, raises ConfigError.
     """
     state = _checked_state(path, list(named))
-    set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+    else:
+        _load_whole(path / "model.safetensors", named)
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in named.items():
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
         if parts:
             optimizer.state[parameter] = {
-                key: t if key == "step" else t.to(parameter.device) for key, t in parts.items()
+                key: _counted(t) if key == "step" else t.to(parameter.device) for key, t in parts.items()
             }
     torch.set_rng_state(tensors["rng|cpu"])
     if "rng|cuda" in tensors and torch.cuda.is_available():
@@ -92,19 +96,44 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save_adapter(folder: Path, model: PeftModel) -> None:
-    """Writes the adapter alone, in PEFT's format, under a temporary name, then renames it."""
+def save_result(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Writes the adapter alone, in PEFT's format, or a model that was trained whole, with its tokenizer."""
     with _whole_or_absent(folder) as staging:
-        model.save_pretrained(str(staging))
+        _save_weights(staging, model)
+        if not isinstance(model, PeftModel):
+            tokenizer.save_pretrained(str(staging))
+
+
+def _save_weights(folder: Path, model: Any) -> None:
+    if isinstance(model, PeftModel):
+        model.save_pretrained(str(folder), selected_adapters=["default"])
+    else:
+        model.save_pretrained(str(folder), max_shard_size=_ONE_FILE)
+
+
+_ONE_FILE = "10000GB"
+
+
+def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
+    tensors = load_file(file)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(tensors[name])
 
 
 @contextlib.contextmanager
 def _whole_or_absent(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target`; afterwards forces its files to disk and gives it `target`'s name."""
+    """Yields a temporary folder beside `target`; afterwards forces its files to disk and gives it `target`'s name.
+
+    OSError where the disk does not take them; what stood at `target` before still does.
+    """
     staging = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    yield staging
+    try:
+        yield staging
+    except SafetensorError as error:
+        raise OSError(f"{target} could not be saved: {error}") from None
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)
     shutil.rmtree(target, ignore_errors=True)
@@ -113,11 +142,16 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state by parameter. Of bitsandbytes: its int step becomes int64, the code tables it shares are copied."""
     return {
-        f"{name}|{key}": value
+        f"{name}|{key}": value.clone() if key.startswith("qmap") else torch.as_tensor(value)
         for name, parameter in named.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _counted(step: Tensor) -> Tensor | int:
+    return int(step) if step.dtype == torch.int64 else step
 
 
 def _random_state() -> dict[str, Tensor]:

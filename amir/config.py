@@ -54,6 +54,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class LoraSettings(Settings):
@@ -62,6 +63,7 @@ class LoraSettings(Settings):
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
     target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"  # names, or a regular expression
+    adapter: Text | None = None  # a PEFT folder to go on from, with its own modules; it is then the reference as well
 
 
 class ArithmeticTask(Settings):
@@ -87,10 +89,12 @@ class RunConfig(Settings):
 
     # model
     model: str
-    lora: LoraSettings = LoraSettings()
+    lora: LoraSettings | None = LoraSettings()  # null trains every weight
+    quantization: Literal["4bit", "8bit"] | None = None  # of the frozen weights: NF4 with double quantization, or int8
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    liger_layers: bool = False  # Liger's kernels for norms, rotary embeddings and MLPs
     chat_template: str | None = None
     system_prompt: str | None = None
     # data
@@ -121,6 +125,7 @@ class RunConfig(Settings):
     ref_free: bool = False
     normalize: Literal["mean", "sum"] = "mean"
     # optimizer
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     learning_rate: Positive = 5e-6  # paper
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0
@@ -131,6 +136,8 @@ class RunConfig(Settings):
     # run
     max_steps: Count = 1000  # paper
     micro_batch_tokens: Count = 8192
+    gradient_checkpointing: bool = False  # layers are computed again in the backward instead of kept
+    offload_activations: bool = False  # what checkpointing keeps waits in CPU memory
     save_steps: Count = 50
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
@@ -160,10 +167,34 @@ def _refusals(c: RunConfig) -> Iterator[str]:
         for key in ("epsilon", "epsilon_high"):
             if getattr(c, key) is not None:
                 yield f"{key} = {getattr(c, key)!r}: loss_type {c.loss_type!r} does not clip; leave {key} unset"
+    yield from _memory_refusals(c)
     if c.warmup_steps >= c.max_steps:
         yield f"warmup_steps = {c.warmup_steps}: expected fewer than max_steps = {c.max_steps}"
     if c.eval_steps and not c.eval_prompts:
         yield f"eval_steps = {c.eval_steps}: expected eval_prompts > 0 beside it"
+
+
+def _memory_refusals(c: RunConfig) -> Iterator[str]:
+    if c.lora is None and c.quantization is not None:
+        yield (
+            f"quantization = {c.quantization!r}: quantized weights cannot be trained, only adapters on them; expected "
+            "quantization: null for full fine-tuning, or lora beside it"
+        )
+    if c.lora is None and c.dtype == "float16":
+        yield "dtype = 'float16': full fine-tuning in it would need loss scaling; expected 'bfloat16' or 'float32'"
+    if c.lora is not None and c.lora.adapter is not None and c.lora.target_modules != "all-linear":
+        yield "lora.target_modules: lora.adapter has its own; leave it out"
+    if c.offload_activations and not c.gradient_checkpointing:
+        yield "offload_activations: it moves what checkpointing keeps; expected gradient_checkpointing: true beside it"
+    if c.attn_implementation == "flash_attention_2" and c.dtype == "float32":
+        yield "attn_implementation = 'flash_attention_2': computes in 16 bits only; expected dtype 'bfloat16' or 'auto'"
+    on_gpu = {
+        "attn_implementation = 'flash_attention_2'": c.attn_implementation == "flash_attention_2",
+        "liger_layers": c.liger_layers,
+        "offload_activations": c.offload_activations,
+    }
+    for option in (option for option, wanted in on_gpu.items() if wanted and c.device == "cpu"):
+        yield f"{option}: is for GPUs only, and device = 'cpu'"
 
 
 def recipe_names() -> list[str]:

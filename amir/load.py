@@ -1,58 +1,206 @@
 """Loading: model and tokenizer as the run's settings want them, an adapter on it, what cannot be served refused."""
 
+import copy
+import importlib.util
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from amir_kernels import supports
+from amir_kernels import Support, supports
 
-from .config import ConfigError, RunConfig
-from .model import Policy
+from .config import ConfigError, LoraSettings, RunConfig
+from .model import REFERENCE, Policy
 from .smollm2 import MODEL_NAME, smollm2_folder
 
 
 def load_policy(config: RunConfig) -> Policy:
-    """Loads model and tokenizer, adds a fresh adapter, refuses what the head op does not serve."""
+    """Loads model and tokenizer, adds an adapter, refuses what this machine or the head op does not serve."""
     device = torch.device(_device(config.device))
-    dtype = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16}.get(config.dtype) or getattr(
-        torch, config.dtype
-    )
+    refuse_unavailable(config, device)
+    dtype = _dtype(config.dtype, device)
     source = model_source(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-        base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=config.attn_implementation)
+        base = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=config.attn_implementation, **_quantized(config, dtype, device)
+        )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model = {config.model!r}: {error}") from None
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
-    return wrap_policy(torch.nn.Module.to(base, device), tokenizer, config)
+    if config.quantization is None:
+        base = nn.Module.to(base, device)
+    if config.liger_layers:
+        apply_liger_layers(base)
+    return wrap_policy(base, tokenizer, config)
 
 
 def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
-    """Makes a policy of a loaded model: LoRA on it, sampling defaults of its hub page dropped."""
+    """Makes a policy of a loaded model: an adapter or every weight to train, sampling defaults of its hub page dropped.
+
+    With full fine-tuning a frozen copy of the model is made where the loss needs a reference policy.
+    """
     _refuse_too_long(base.config, config)
     eos_ids = _eos_ids(base, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     base.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=pad_id)
-    lora = LoraConfig(
-        r=config.lora.r,
-        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-        target_modules=config.lora.target_modules,
+    frozen = None
+    if config.lora is None:
+        model, frozen = base.requires_grad_(True), _frozen_copy(base, config) if needs_reference(config) else None
+    elif config.lora.adapter is None:
+        model = _fresh_adapter(base, config.lora, config.seed)
+    else:
+        model = _loaded_adapter(base, config.lora, config.lora.adapter, with_reference=needs_reference(config))
+    policy = Policy(model.eval(), tokenizer, _served(model, config), pad_id, eos_ids, config.temperature, frozen)
+    if config.gradient_checkpointing:
+        checkpoint_layers(base, offload=config.offload_activations)
+    return policy
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether some loss of this run compares the policy with its reference."""
+    return config.beta > 0 or (config.lambda_reg > 0 and not config.ref_free)
+
+
+def _fresh_adapter(base: Any, lora: LoraSettings, seed: int) -> PeftModel:
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    torch.manual_seed(config.seed)
+    torch.manual_seed(seed)
     try:
-        model = get_peft_model(base, lora)
+        return get_peft_model(base, settings)
     except ValueError as error:
-        raise ConfigError(f"lora.target_modules = {config.lora.target_modules!r}: {error}") from None
+        raise ConfigError(f"lora.target_modules = {lora.target_modules!r}: {error}") from None
+
+
+def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_reference: bool) -> PeftModel:
+    """A saved adapter, trained further; a frozen second copy of it is the reference, where one is needed."""
+    try:
+        saved: Any = PeftConfig.from_pretrained(folder)
+        if saved.peft_type != "LORA":
+            raise ValueError(f"is {saved.peft_type}, expected LORA")
+        if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
+            raise ValueError(f"has r = {saved.r} and alpha = {saved.lora_alpha}; set lora.r and lora.alpha to them")
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
+        if with_reference:
+            model.load_adapter(folder, REFERENCE)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"lora.adapter = {folder!r}: {error}") from None
+    return model
+
+
+def _frozen_copy(base: Any, config: RunConfig) -> Support:
+    return _served(copy.deepcopy(base).requires_grad_(False).eval(), config)
+
+
+def _served(model: nn.Module, config: RunConfig) -> Support:
     support = supports(model)
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")
-    return Policy(model.eval(), tokenizer, support, pad_id, eos_ids, config.temperature)
+    return support
+
+
+# ---- what saves memory ---------------------------------------------------------------------------------------------
+
+
+def refuse_unavailable(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError for a setting that cannot work on this machine, before anything large is loaded."""
+    needs_gpu = {
+        "attn_implementation = 'flash_attention_2'": config.attn_implementation == "flash_attention_2",
+        "liger_layers": config.liger_layers,
+        "offload_activations": config.offload_activations,
+    }
+    for option in (option for option, wanted in needs_gpu.items() if wanted and device.type != "cuda"):
+        raise ConfigError(f"{option}: is for GPUs only, and this run is on the {device.type}")
+    needs_package = {
+        "attn_implementation = 'flash_attention_2'": ("flash_attn", config.attn_implementation == "flash_attention_2"),
+        "liger_layers": ("liger_kernel", config.liger_layers),
+        f"quantization = {config.quantization!r}": ("bitsandbytes", config.quantization is not None),
+        "optimizer = 'adamw_8bit'": ("bitsandbytes", config.optimizer == "adamw_8bit"),
+    }
+    for option, (package, wanted) in needs_package.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{option}: {package} is not installed; pip install 'amir-grpo[gpu]' brings it")
+
+
+def _quantized(config: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for bitsandbytes: products in `dtype`; embeddings, norms and head stay in it too.
+
+    PEFT's preparation is left out: its float32 copies of embeddings, norms and head are what the memory would go to.
+    """
+    if config.quantization is None:
+        return {}
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if config.quantization == "8bit"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def apply_liger_layers(base: Any) -> None:
+    """Puts Liger's norms, rotary embeddings and MLPs into the model, and into its family's module in this process.
+
+    Its fused loss stays out: the head op takes the hidden states.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    family = base.config.model_type
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"liger_layers: Liger has no layers for model type {family!r}; expected liger_layers: false")
+    _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def checkpoint_layers(base: Any, *, offload: bool) -> None:
+    """Makes each layer keep its input alone and compute itself again in the backward; the rest stays as it is.
+
+    A layer checkpoints where its own `training` is true; what is in it stays in evaluation mode, so nothing is dropped
+    out. `offload`: the inputs wait in pinned CPU memory.
+    """
+    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"gradient_checkpointing: {type(base).__name__} has no layers that could be checkpointed")
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in layers:
+        layer.gradient_checkpointing = layer.training = True
+        layer._gradient_checkpointing_func = partial(_offloaded, recompute) if offload else recompute
+
+
+def _offloaded(recompute: Any, layer: Any, *inputs: Tensor) -> Any:
+    with saved_tensors_hooks(_to_cpu, _from_cpu):
+        return recompute(layer, *inputs)
+
+
+def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, held.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _from_cpu(held: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = held
+    return tensor.to(device, non_blocking=True)
+
+
+# ---- what a setting means for this model and machine ---------------------------------------------------------------
 
 
 def model_source(model: str) -> str:
@@ -70,6 +218,12 @@ def _device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda': torch sees no GPU here; expected 'cpu' or 'auto'")
     return device
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, dtype)
 
 
 def _refuse_too_long(model_config: Any, config: RunConfig) -> None:

@@ -5,7 +5,9 @@ one backward of the model follows: the terms' sizes are known without a second p
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from amir_kernels import OBJECTIVES, Objective, amir_loss, preference_loss, preference_weights, sequence_logprob
 
 from .batch import Batch, MicroBatch, micro_batches, pair_options
-from .config import RunConfig
+from .config import ConfigError, RunConfig
 from .model import Policy
 
 Sums = Counter[str]
@@ -32,26 +34,92 @@ def objective_of(config: RunConfig) -> Objective:
     return OBJECTIVES[config.loss_type].replace(**changes)
 
 
-def with_reference(policy: Policy, batch: Batch, config: RunConfig) -> Batch:
+Result = TypeVar("Result")
+
+
+class TokenBudget:
+    """How many tokens a micro-batch may hold: the setting, until the GPU has no room for a micro-batch of that size.
+
+    Then half of that micro-batch's tokens, said once, for the rest of the run.
+    """
+
+    def __init__(self, tokens: int, *, packed: bool, say: Callable[[str], None] = lambda text: None) -> None:
+        self.tokens = tokens
+        self.packed = packed
+        self._say = say
+        self._rows = self._held = 0
+
+    def split(self, batch: Batch) -> Iterator[MicroBatch]:
+        """The batch's micro-batches; the latest is the one that `fit` blames."""
+        for micro in micro_batches(batch, self.tokens, packed=self.packed):
+            self._rows = len(micro.rows)
+            self._held = batch.tokens.rows(micro.rows).computed(packed=self.packed)
+            yield micro
+
+    def fit(self, attempt: Callable[[], Result], undo: Callable[[], None] = lambda: None) -> Result:
+        """`attempt()`, which goes over `split(...)`: undone and begun again in smaller parts where memory runs out.
+
+        ConfigError where a micro-batch of one completion does not fit.
+        """
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                reason = str(error).partition(". ")[0]
+            undo()  # here the failed attempt's tensors are free: the exception held its frames
+            torch.cuda.empty_cache()
+            self._halve(reason)
+
+    def _halve(self, reason: str) -> None:
+        if self._rows <= 1:
+            raise ConfigError(
+                f"one completion with its prompt ({self._held} tokens) does not fit into memory ({reason}); expected "
+                "gradient_checkpointing: true, quantization: 4bit, or a smaller max_completion_length"
+            )
+        self.tokens = self._held // 2
+        self._say(
+            f"out of memory in a micro-batch of {self._rows} completions, {self._held} tokens: the step goes on in "
+            f"micro-batches of at most {self.tokens} tokens; set micro_batch_tokens to that to start there"
+        )
+
+
+def with_reference(policy: Policy, batch: Batch, config: RunConfig, budget: TokenBudget | None = None) -> Batch:
     """The batch with reference log-probs of its live rows, where the KL or the pair term needs them."""
     pairs = config.lambda_reg > 0 and not config.ref_free and bool(batch.paired.any())
     if config.beta == 0 and not pairs:
         return batch
     with policy.reference():
-        return replace(batch, ref_logprobs=_score(policy, batch, batch.live, config.micro_batch_tokens))
+        budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed)
+        return replace(batch, ref_logprobs=budget.fit(lambda: _score(policy, batch, batch.live, budget)))
 
 
-def backward(policy: Policy, batch: Batch, objective: Objective, config: RunConfig) -> tuple[Batch, Sums]:
-    """Adds the gradient of the whole step's loss to the adapter's `.grad`, micro-batch by micro-batch.
+def backward(
+    policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget | None = None
+) -> tuple[Batch, Sums]:
+    """Leaves the gradient of the whole step's loss in the trained parameters' `.grad`, which was zero before.
 
     Returns the batch with the log-probs under which it was sampled (those of the first call, before any update) and the
-    sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's.
+    sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that
+    runs out of memory is taken again from zero in smaller ones.
     """
-    micros = list(micro_batches(batch, config.micro_batch_tokens))
+    budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed)
+
+    def undo() -> None:
+        for parameter in policy.trainable().values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    return budget.fit(lambda: _backward(policy, batch, objective, config, budget), undo)
+
+
+def _backward(
+    policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget
+) -> tuple[Batch, Sums]:
+    split = [micro for micro in micro_batches(batch, budget.tokens, packed=budget.packed) if not micro.whole]
     sums: Sums = Counter()
-    weights = _pair_weights(policy, batch, [m for m in micros if not m.whole], config, sums)
+    weights = _pair_weights(policy, batch, split, config, sums, budget)
     first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
-    for micro in micros:
+    for micro in budget.split(batch):
         logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
         if first_old is not None:
             first_old[micro.rows, : logprobs.shape[1]] = logprobs
@@ -104,6 +172,7 @@ def _accumulate(
     sums.update(loss.metrics)
     sums.update(
         {
+            "tokens_computed": tokens.computed(packed=policy.packed),
             "policy_loss": loss.policy.detach(),
             "preference_loss": loss.preference.detach() if forms_pairs else 0,
             "policy_grad_square": from_policy[0].square().sum(),
@@ -113,7 +182,9 @@ def _accumulate(
     return logprobs
 
 
-def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig, sums: Sums) -> Tensor:
+def _pair_weights(
+    policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig, sums: Sums, budget: TokenBudget
+) -> Tensor:
     """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients.
 
     Zero elsewhere: a whole micro-batch forms its own pairs. Adds the value of the split groups' term to `sums`.
@@ -123,7 +194,7 @@ def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config:
     split = torch.zeros_like(batch.live)
     split[torch.cat([part.rows for part in parts])] = True
     mask = batch.loss_mask & split[:, None]
-    score = sequence_logprob(_score(policy, batch, split, config.micro_batch_tokens), mask, normalize=config.normalize)
+    score = sequence_logprob(_score(policy, batch, split, budget), mask, normalize=config.normalize)
     if not config.ref_free and batch.ref_logprobs is not None:
         score = score - sequence_logprob(batch.ref_logprobs, mask, normalize=config.normalize)
     pairs = {"valid": split, "num_pairs": batch.num_pairs, **pair_options(config)}
@@ -135,10 +206,10 @@ def _pair_weights(policy: Policy, batch: Batch, parts: list[MicroBatch], config:
 
 
 @torch.no_grad()
-def _score(policy: Policy, batch: Batch, needed: Tensor, token_budget: int) -> Tensor:
+def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) -> Tensor:
     """Log-probs `[B, C]` of the `needed` rows, 0 elsewhere, without a graph."""
     scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
-    for micro in micro_batches(replace(batch, live=needed), token_budget):
+    for micro in budget.split(replace(batch, live=needed)):
         logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
         scores[micro.rows, : logprobs.shape[1]] = logprobs
     return scores

@@ -12,9 +12,9 @@ import torch
 from jinja2 import TemplateError
 
 from .batch import make_batch
-from .checkpoint import latest_checkpoint, load_checkpoint, save_adapter, save_checkpoint
+from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_result
 from .config import ConfigError, RunConfig
-from .loss import backward, objective_of, with_reference
+from .loss import TokenBudget, backward, objective_of, with_reference
 from .metrics import Clock, step_metrics
 from .model import Policy
 from .optim import apply_update, make_optimizer
@@ -62,6 +62,7 @@ class Trainer:
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
+        self.budget = TokenBudget(self.config.micro_batch_tokens, self.say)
         self.grader = Correctness()
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out")[: self.config.eval_prompts]
@@ -99,11 +100,11 @@ class Trainer:
                 clock.lap("rollout")
 
                 batch = make_batch(rollout.tokens, rewards.to(self.policy.device), rollout.truncated, c)
-                batch = with_reference(self.policy, batch, c)
+                batch = with_reference(self.policy, batch, c, self.budget)
                 clock.lap("reference")
 
                 for _ in range(c.num_iterations):
-                    batch, sums = backward(self.policy, batch, self.objective, c)
+                    batch, sums = backward(self.policy, batch, self.objective, c, self.budget)
                     grad_norm = apply_update(self.optimizer, c, step)
                 clock.lap("update")
 
@@ -112,7 +113,12 @@ class Trainer:
                     self._evaluate(step)
                 if step == c.max_steps or step % c.save_steps == 0:
                     self._save(step)
-        save_adapter(self.directory.path / "adapter", self.policy.model)
+        save_result(self.directory.path / self.result, self.policy.model, self.policy.tokenizer)
+
+    @property
+    def result(self) -> str:
+        """Name of the folder that the run leaves what it trained in."""
+        return "model" if self.config.lora is None else "adapter"
 
     def say(self, text: str) -> None:
         """Shows a line and keeps it in log.txt."""
