@@ -38,6 +38,17 @@ class Tokens:
         """int64 `[B]`."""
         return self.completion_mask.sum(1)
 
+    def computed(self, *, packed: bool) -> int:
+        """Tokens that the model computes to score these completions, whose last tokens predict nothing.
+
+        Packed: each prompt once and the completions behind it. Else each completion behind its own copy of the prompt,
+        padded to the longest.
+        """
+        continued = (self.completion_lengths - 1).clamp(min=0)
+        if packed:
+            return int(self.prompt_lengths.sum() + continued.sum())
+        return len(self) * int((self.prompt_lengths[self.prompt_of] + continued).max())
+
     def rows(self, rows: Tensor) -> "Tokens":
         """The given completions with their prompts, trimmed to the longest of each."""
         prompts, prompt_of = self.prompt_of[rows].unique(return_inverse=True)
@@ -58,15 +69,23 @@ class Batch:
 
     tokens: Tokens
     group: Tensor  # int64 [B], group ids
-    rewards: Tensor  # float32 [B], NaN where nothing could be scored
+    rewards: Tensor  # float32 [B], the weighted sum of the functions' rewards; NaN where none scored
     advantages: Tensor  # float32 [B]
     truncated: Tensor  # bool [B]
     loss_mask: Tensor  # bool [B, C], completion_mask less masked truncated rows
-    paired: Tensor  # bool [B], rows that some pair holds
+    chosen: Tensor  # float32 [B], pairs whose better completion this is
+    rejected: Tensor  # float32 [B], pairs whose worse completion this is
     num_pairs: Tensor  # float32 scalar, pairs of the whole step
     live: Tensor  # bool [B], rows whose gradient can be other than zero
     ref_logprobs: Tensor | None = None  # float32 [B, C]
     old_logprobs: Tensor | None = None  # float32 [B, C]
+    sampled_logprobs: Tensor | None = None  # float32 [B, C], another engine's, NaN where it gave none
+    scores: Tensor | None = None  # float32 [B, F], what each reward function gave
+
+    @property
+    def paired(self) -> Tensor:
+        """Rows that some pair holds, bool `[B]`."""
+        return (self.chosen + self.rejected) > 0
 
     @property
     def num_tokens(self) -> Tensor:
@@ -80,23 +99,38 @@ class Batch:
 
 
 def make_batch(tokens: Tokens, rewards: Tensor, truncated: Tensor, config: RunConfig) -> Batch:
-    """Advantages, pairs and masks of sampled groups, one a prompt; `rewards` float32 `[B]`."""
+    """Advantages, pairs and masks of sampled groups, one a prompt; `rewards` `[B]`, or `[B, F]` of F functions."""
     group = tokens.prompt_of
     scale = {"group": "std"}.get(config.scale_rewards, config.scale_rewards)
     baseline = "leave_one_out" if config.loss_type == "reinforce" else "mean"
-    advantages = group_advantage(rewards, group, baseline=baseline, scale=scale)
+    scores, factors = rewards, [reward.weight for reward in config.rewards]
+    if rewards.dim() == 1:
+        scores, factors = rewards[:, None], [1.0]
+    advantages = group_advantage(
+        scores, group, baseline=baseline, scale=scale, combine=config.combine_rewards, weights=factors
+    ).float()
+    rewards = weighted_sum(scores, factors)
     masked = truncated & config.mask_truncated_completions
     loss_mask = tokens.completion_mask & ~masked[:, None]
     scorable = ~masked & ~rewards.isnan()
-    paired = torch.zeros_like(scorable)
+    chosen, rejected = torch.zeros_like(rewards), torch.zeros_like(rewards)
     num_pairs = torch.zeros((), device=rewards.device)
     if config.lambda_reg > 0:
         pairs = pair_logits(torch.zeros_like(rewards), rewards, group, valid=scorable, **pair_options(config))
-        paired[pairs.chosen] = paired[pairs.rejected] = True
+        chosen += pairs.chosen.bincount(minlength=len(chosen))
+        rejected += pairs.rejected.bincount(minlength=len(rejected))
         num_pairs += len(pairs.logit)
     everywhere = config.beta > 0 or config.entropy_coef > 0
-    live = ~masked & ((advantages != 0) | paired | everywhere)
-    return Batch(tokens, group, rewards, advantages, truncated, loss_mask, paired, num_pairs, live)
+    live = ~masked & ((advantages != 0) | (chosen + rejected > 0) | everywhere)
+    return Batch(
+        tokens, group, rewards, advantages, truncated, loss_mask, chosen, rejected, num_pairs, live, scores=scores
+    )
+
+
+def weighted_sum(scores: Tensor, factors: list[float]) -> Tensor:
+    """The functions' rewards `[B, F]` as one, float32 `[B]`: those that are NaN left out, NaN where all are."""
+    total = (scores.double() * torch.tensor(factors, dtype=torch.float64, device=scores.device)).nansum(dim=1)
+    return torch.where(scores.isnan().all(dim=1), torch.nan, total).float()
 
 
 def pair_options(config: RunConfig) -> dict[str, Any]:
@@ -117,11 +151,11 @@ class MicroBatch:
     whole: bool
 
 
-def micro_batches(batch: Batch, token_budget: int) -> Iterator[MicroBatch]:
-    """Splits the live rows into micro-batches of at most `token_budget` padded tokens, longest first.
+def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> Iterator[MicroBatch]:
+    """Splits the live rows into micro-batches of at most `token_budget` computed tokens, longest first.
 
-    A group stays together where it fits, since its rows share a prompt and the pair term couples them; one that does
-    not is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
+    `packed` says how the tokens are laid out, and so which are computed (`Tokens.computed`). A group stays together
+    where it fits, since its rows share a prompt and the pair term couples them; one that does not is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
     """
     tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()
@@ -129,24 +163,19 @@ def micro_batches(batch: Batch, token_budget: int) -> Iterator[MicroBatch]:
     order = live[torch.argsort(lengths[live], descending=True, stable=True)]
     group = batch.group.cpu()[order]
     groups = [order[group == g] for g in dict.fromkeys(group.tolist())]
-    small = [rows for rows in groups if padded_tokens(tokens, rows) <= token_budget]
-    large = [rows for rows in groups if padded_tokens(tokens, rows) > token_budget]
-    yield from (MicroBatch(rows, True) for rows in _pack(tokens, small, token_budget))
+    fits = [tokens.rows(rows).computed(packed=packed) <= token_budget for rows in groups]
+    small = [rows for rows, fit in zip(groups, fits, strict=True) if fit]
+    large = [rows for rows, fit in zip(groups, fits, strict=True) if not fit]
+    yield from (MicroBatch(rows, True) for rows in _fill(tokens, small, token_budget, packed))
     for rows in large:
-        yield from (MicroBatch(part, False) for part in _pack(tokens, list(rows.split(1)), token_budget))
+        yield from (MicroBatch(part, False) for part in _fill(tokens, list(rows.split(1)), token_budget, packed))
 
 
-def padded_tokens(tokens: Tokens, rows: Tensor) -> int:
-    """Tokens that the model computes for these rows: each prompt once and each completion, padded to the longest."""
-    part = tokens.rows(rows)
-    return part.prompt_ids.numel() + part.completion_ids.numel()
-
-
-def _pack(tokens: Tokens, units: list[Tensor], token_budget: int) -> Iterator[Tensor]:
+def _fill(tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool) -> Iterator[Tensor]:
     """Joins consecutive units while they stay within the budget; rows in ascending order."""
     held: list[Tensor] = []
     for unit in units:
-        if held and padded_tokens(tokens, torch.cat([*held, unit])) > token_budget:
+        if held and tokens.rows(torch.cat([*held, unit])).computed(packed=packed) > token_budget:
             yield torch.cat(held).sort().values
             held = []
         held.append(unit)

@@ -32,8 +32,33 @@ LOSS_TYPES = {
 }
 
 
+REWARDS = ("correctness", "integer", "strict_format", "soft_format", "xml_count", "calibrated_confidence")
+REWARDS += ("cosine_length", "linear_length")
+NEED_ANSWERS = {"correctness", "calibrated_confidence", "cosine_length"}
+"""Shipped rewards, and which of them judge the answer."""
+
+
+SYSTEM_PROMPTS = {
+    "think": (
+        "You solve the problem that the user gives. Work out the solution between <think> and </think>, then give it "
+        "between <answer> and </answer>, with the final result in \\boxed{}."
+    ),
+    "calibrated": (
+        "You solve the problem that the user gives. Work out the solution between <think> and </think>, then give it "
+        "between <answer> and </answer>, with the final result in \\boxed{}. Then weigh, between <analysis> and "
+        "</analysis>, what speaks for and against that result, and state between <confidence> and </confidence> the "
+        "probability that it is right, a number from 0 to 1."
+    ),
+}
+"""Texts that `system_prompt` may name: those the format rewards and the calibrated confidence are made for."""
+
+
 class ConfigError(ValueError):
     """A run that cannot be: names the key, the value, what was expected and, for an unknown key, the nearest one."""
+
+
+class RunStopped(RuntimeError):
+    """A run that something outside of it ended: names it. `--resume` goes on from the latest checkpoint."""
 
 
 class Settings(BaseModel):
@@ -52,8 +77,8 @@ Number = Annotated[float, BeforeValidator(_not_bool), Field(strict=False, allow_
 Positive = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -84,6 +109,151 @@ class Gsm8kTask(Settings):
     path: str | None = None
 
 
+class DatasetTask(Settings):
+    """Rows of a .jsonl, .json, .csv, .tsv or .parquet file, or of what `datasets.load_dataset` finds under `path`.
+
+    `prompt` is a template over columns, like "{question}\\nAnswer:"; or `messages` names a column of chat messages.
+    `answer_format`: "gsm8k" keeps what stands behind the last ####, "boxed" what the last \\boxed{} holds.
+    Held out: a share of the rows, or another file, or another split of the same dataset; none by default.
+    """
+
+    name: Literal["dataset"]
+    path: Text
+    subset: Text | None = None
+    split: Text | None = None  # "train" where load_dataset reads
+    prompt: Text | None = None
+    messages: Text | None = None
+    answer: Text | None = "answer"
+    answer_format: Literal["plain", "gsm8k", "boxed"] = "plain"
+    held_out: Fraction | None = None
+    held_out_path: Text | None = None
+    held_out_split: Text | None = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> "DatasetTask":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt (a template) or messages (a column of chat messages)")
+        given = [k for k in ("held_out", "held_out_path", "held_out_split") if getattr(self, k) is not None]
+        if len(given) > 1:
+            raise ValueError(f"expected one of {', '.join(given)}")
+        return self
+
+
+class RewardSettings(Settings):
+    """A shipped reward by `name`, or a `function` of yours: module:function or file.py:function.
+
+    `timeout_seconds` limits one call of a function (60), for correctness the judging of one answer (10). `arguments`
+    are passed to it. `conversational`: it takes prompts and completions as lists of messages.
+    """
+
+    name: Text | None = None
+    function: Text | None = None
+    weight: Number = 1.0
+    timeout_seconds: Positive | None = None
+    arguments: dict[str, Any] = {}
+    conversational: bool = False
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> "RewardSettings":
+        if (self.name is None) == (self.function is None):
+            raise ValueError("expected either name (a shipped reward) or function (one of yours)")
+        if self.name is not None and self.name not in REWARDS:
+            raise ValueError(f"name {self.name!r}: expected one of {', '.join(REWARDS)}{_nearest(self.name, REWARDS)}")
+        if self.function is not None and not re.fullmatch(r".+:[A-Za-z_][\w.]*", self.function):
+            raise ValueError(f"function {self.function!r}: expected module:function or file.py:function")
+        if self.name is not None and self.conversational:
+            raise ValueError(f"conversational is for a function of yours; {self.name} reads text")
+        if self.name not in (None, "correctness") and self.timeout_seconds is not None:
+            raise ValueError(f"timeout_seconds is for functions and correctness; {self.name} waits for nothing")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics and records."""
+        return self.name or (self.function or "").rpartition(":")[2]
+
+
+class GenerateSampling(Settings):
+    """Transformers' `generate` on the policy's own weights."""
+
+    name: Literal["generate"] = "generate"
+
+
+class PagedSampling(Settings):
+    """Transformers' continuous batching (paged attention) on the policy's own weights.
+
+    `cache_tokens` bounds the key-value cache; unset, it holds the whole rollout. At most `batch_tokens` go through the
+    model at once; unset, 512 or a token of each completion.
+    """
+
+    name: Literal["paged"]
+    cache_tokens: Count | None = None
+    batch_tokens: Count | None = None
+
+
+class ServerSampling(Settings):
+    """An OpenAI-compatible server, which gets the adapter after each update: vLLM, or `transformers serve`.
+
+    `model` is the base model's name there, by default the run's. Adapters go through `adapter_dir`, a folder that both
+    machines see; by default one in the run's. A server that does not answer is waited for, `wait_seconds` at most. The
+    weights count as arrived while probed log-probs are within `tolerance` nats of the trainer's.
+    """
+
+    name: Literal["server"]
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    dialect: Literal["vllm", "transformers"] = "vllm"
+    model: Text | None = None
+    adapter_dir: Text | None = None
+    api_key_env: Text | None = None  # the environment variable that holds the key
+    timeout_seconds: Positive = 600.0  # of one request
+    wait_seconds: NonNegative = 600.0
+    concurrent_requests: Annotated[int, Field(ge=1, le=512)] = 32
+    tolerance: Positive = 0.1
+
+
+Sampling = GenerateSampling | PagedSampling | ServerSampling
+
+
+class CorrectionSettings(Settings):
+    """Training-inference correction: the policy term times w(c), c = exp(old - sampled), constant (no gradient).
+
+    `level`: c of each token, or of the completion, from the sum of its differences. `mode`: "truncate" clamps c to
+    [min, max]; "mask" leaves c inside and drops what is outside. A mean difference of 0.012 nats a token makes c 3.3 after
+    100 tokens and 1.6e5 after 1000: at sequence level long completions end at the bounds, and "mask" drops them all.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    min: NonNegative = 0.0
+    max: Positive = 2.0
+
+    @model_validator(mode="after")
+    def _around_one(self) -> "CorrectionSettings":
+        if not self.min < 1 < self.max:
+            raise ValueError(f"min {self.min}, max {self.max}: expected min < 1 < max, 1 being no mismatch")
+        if self.mode == "mask" and self.min == 0:
+            raise ValueError("mode 'mask' with min 0 keeps what is far too improbable; expected min above 0, say 0.5")
+        return self
+
+
+class DynamicSamplingSettings(Settings):
+    """DAPO's dynamic sampling: groups whose rewards all agree are replaced by groups of the next prompts.
+
+    At most `max_rounds` rounds of sampling a step, and none after `min_valid_share` of the step's groups are worth
+    training: 1 fills the step (DAPO), below it is GPG's threshold.
+    """
+
+    max_rounds: Annotated[int, Field(ge=2, le=100)] = 4
+    min_valid_share: Annotated[Number, Field(gt=0, le=1)] = 1.0
+
+
+class OverlongSettings(Settings):
+    """DAPO's soft punishment: 0 up to `max_completion_length - buffer` tokens, falling to -`factor` at the end."""
+
+    buffer: Count
+    factor: Positive = 1.0
+
+
 class RunConfig(Settings):
     """One training run, fully resolved."""
 
@@ -96,9 +266,14 @@ class RunConfig(Settings):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     liger_layers: bool = False  # Liger's kernels for norms, rotary embeddings and MLPs
     chat_template: str | None = None
-    system_prompt: str | None = None
+    system_prompt: Text | None = None  # a text, or the name of one of SYSTEM_PROMPTS
     # data
-    task: Annotated[ArithmeticTask | Gsm8kTask, Field(discriminator="name")]
+    task: Annotated[ArithmeticTask | Gsm8kTask | DatasetTask, Field(discriminator="name")]
+    overlong_prompts: Literal["drop", "refuse"] = "drop"
+    min_prompt_length: Count = 1
+    # rewards
+    rewards: Annotated[list[RewardSettings], Field(min_length=1)] = [RewardSettings(name="correctness")]
+    combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
     # rollouts
     prompts_per_step: Count = 4  # paper: 32 completions a step
     num_generations: Annotated[int, Field(ge=2)] = 8  # paper
@@ -107,6 +282,9 @@ class RunConfig(Settings):
     temperature: Positive = 1.0
     top_p: Number = 1.0
     top_k: int = 0
+    sampler: Annotated[Sampling, Field(discriminator="name")] = GenerateSampling()
+    dynamic_sampling: DynamicSamplingSettings | None = None
+    overlong: OverlongSettings | None = None
     # objective
     loss_type: str = "grpo"
     epsilon: NonNegative | None = None
@@ -115,6 +293,7 @@ class RunConfig(Settings):
     beta: NonNegative = 0.0
     entropy_coef: NonNegative = 0.0
     mask_truncated_completions: bool = False
+    correction: CorrectionSettings | None = None  # of what another engine than the trainer sampled
     num_iterations: Count = 1
     # pair term
     lambda_reg: NonNegative = 0.01  # paper
@@ -167,7 +346,20 @@ def _refusals(c: RunConfig) -> Iterator[str]:
         for key in ("epsilon", "epsilon_high"):
             if getattr(c, key) is not None:
                 yield f"{key} = {getattr(c, key)!r}: loss_type {c.loss_type!r} does not clip; leave {key} unset"
+    labels = [reward.label for reward in c.rewards]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield f"rewards: two are called {label!r}; expected different names, since metrics are kept under them"
+    if isinstance(c.task, DatasetTask) and c.task.answer is None and NEED_ANSWERS & set(labels):
+        yield f"task.answer unset: {min(NEED_ANSWERS & set(labels))} judges answers; name their column"
+    if c.combine_rewards == "normalize_then_sum" and (c.scale_rewards != "group" or c.loss_type == "reinforce"):
+        yield (
+            "combine_rewards = 'normalize_then_sum': it normalizes by the group's mean and deviation; expected "
+            "scale_rewards = 'group' and a loss_type other than 'reinforce'"
+        )
+    if c.min_prompt_length > c.max_prompt_length:
+        yield f"min_prompt_length = {c.min_prompt_length}: expected at most max_prompt_length = {c.max_prompt_length}"
     yield from _memory_refusals(c)
+    yield from _sampling_refusals(c)
     if c.warmup_steps >= c.max_steps:
         yield f"warmup_steps = {c.warmup_steps}: expected fewer than max_steps = {c.max_steps}"
     if c.eval_steps and not c.eval_prompts:
@@ -195,6 +387,25 @@ def _memory_refusals(c: RunConfig) -> Iterator[str]:
     }
     for option in (option for option, wanted in on_gpu.items() if wanted and c.device == "cpu"):
         yield f"{option}: is for GPUs only, and device = 'cpu'"
+
+
+def _sampling_refusals(c: RunConfig) -> Iterator[str]:
+    paged = c.sampler if isinstance(c.sampler, PagedSampling) else None
+    server = c.sampler if isinstance(c.sampler, ServerSampling) else None
+    least = c.max_prompt_length + c.max_completion_length + 512
+    if paged and paged.cache_tokens is not None and paged.cache_tokens < least:
+        yield (
+            f"sampler.cache_tokens = {paged.cache_tokens}: expected at least {least}, one completion with its prompt "
+            "(max_prompt_length + max_completion_length, two pages more)"
+        )
+    if server and c.lora is None:
+        yield "sampler.name = 'server': the server gets adapters, and lora = null trains every weight; expected lora"
+    if c.correction and c.sampler.name == "generate":
+        yield "correction: sampler 'generate' is the trainer itself, there is nothing to correct; leave correction out"
+    if c.correction and server and server.dialect == "transformers":
+        yield "correction: `transformers serve` gives no log-probs; expected dialect 'vllm', or no correction"
+    if c.overlong and c.overlong.buffer >= c.max_completion_length:
+        yield f"overlong.buffer = {c.overlong.buffer}: expected fewer tokens than max_completion_length"
 
 
 def recipe_names() -> list[str]:
@@ -230,21 +441,40 @@ def _read(run: str) -> dict[str, Any]:
     else:
         near = _nearest(run, recipe_names())
         raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
-    try:
-        fields = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{run}: not YAML: {' '.join(str(error).split())}") from None
+    fields = _parse_yaml(text, run)
     if not isinstance(fields, dict):
         raise ConfigError(f"{run}: expected keys and values, got {type(fields).__name__}")
     return fields
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings hold each key once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    """The value that YAML text describes; impossible dates and numbers raise ValueError in PyYAML."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+
+
 def read_utf8(path: Path) -> str:
-    """A file's text, a byte order mark left out; ConfigError where it is not UTF-8."""
+    """A file's text, a byte order mark left out; ConfigError where it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
@@ -256,13 +486,10 @@ def _override(fields: dict[str, Any], override: str) -> None:
         fields = fields.setdefault(parent, {})
         if not isinstance(fields, dict):
             raise ConfigError(f"--set {override!r}: {parent} holds a value, not keys")
-    try:
-        fields[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: the value is not YAML") from None
+    fields[leaf] = _parse_yaml(value, f"--set {override}")
 
 
-_UNION_TAG = re.compile(r"arithmetic$|gsm8k$|str$|constrained|list\[")
+_UNION_TAG = re.compile(r"arithmetic$|gsm8k$|dataset$|generate$|paged$|server$|str$|constrained|list\[")
 """Parts of an error's place that name a member of a union rather than a key."""
 
 
@@ -280,8 +507,17 @@ def _explain(error: Any) -> str:
 
 def _known_keys() -> list[str]:
     lora = [f"lora.{key}" for key in LoraSettings.model_fields]
-    task = [f"task.{key}" for key in ArithmeticTask.model_fields | Gsm8kTask.model_fields]
-    return [*RunConfig.model_fields, *lora, *task]
+    tasks = ArithmeticTask.model_fields | Gsm8kTask.model_fields | DatasetTask.model_fields
+    rewards = [f"rewards.{key}" for key in RewardSettings.model_fields]
+    samplers = PagedSampling.model_fields | ServerSampling.model_fields
+    nested = {
+        "sampler": samplers,
+        "correction": CorrectionSettings.model_fields,
+        "dynamic_sampling": DynamicSamplingSettings.model_fields,
+        "overlong": OverlongSettings.model_fields,
+    }
+    sampling = [f"{parent}.{key}" for parent, keys in nested.items() for key in keys]
+    return [*RunConfig.model_fields, *lora, *(f"task.{key}" for key in tasks), *rewards, *sampling]
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -45,8 +45,10 @@ class Terminal:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Shows one step and adds it to TensorBoard."""
+        shares = {"reward": metrics["reward"], "success": metrics["success"], "equal": metrics["zero_variance_share"]}
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in shares.items() if value is not None)
         summary = (
-            f"reward {metrics['reward']:.2f}  success {metrics['success']:.2f}  pairs {metrics['pairs']:3d}  "
+            f"{shown}  pairs {metrics['pairs']:3d}  {metrics['completion_tokens']:.0f} tokens  "
             f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
         self._progress.update(self._task, completed=metrics["step"], description=summary)
@@ -61,7 +63,7 @@ class Terminal:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-CURVES = ("success", "pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_seconds")
+CURVES = ("pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_seconds")
 
 
 def draw_curves(run: Path) -> Path:
@@ -73,17 +75,20 @@ def draw_curves(run: Path) -> Path:
 
     rows = _rows(run / "metrics.jsonl")
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for axis, name in zip(axes.flat, CURVES, strict=True):
+    first = "reward" if all(row["success"] is None for row in rows) else "success"
+    for axis, name in zip(axes.flat, (first, *CURVES), strict=True):
         axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label="sampled in training")
         axis.set_title(name)
         axis.set_xlabel("step")
-        axis.set_ylim(bottom=0)
+        if name != "reward":
+            axis.set_ylim(bottom=0)
     evaluations = _rows(run / "evaluations.jsonl")
     if evaluations:
-        points = ([row["step"] for row in evaluations], [row["success"] for row in evaluations])
+        points = ([row["step"] for row in evaluations], [row.get(first) for row in evaluations])
         axes.flat[0].plot(*points, "s--", label="held out")
         axes.flat[0].legend()
-    axes.flat[0].set_ylim(0, 1)
+    if first == "success":
+        axes.flat[0].set_ylim(0, 1)
     figure.suptitle(run.name)
     figure.savefig(run / "curves.png", dpi=110)
     pyplot.close(figure)

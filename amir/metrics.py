@@ -1,43 +1,70 @@
-"""What a step reports: names, units and how each is formed from the step's batch and sums."""
+"""What a step reports: names, units and how each is formed.
+
+Everything but times, memory, the gradient's norm and the learning rate is formed from sums and counts (`batch_sums` and
+those of the loss), which add over micro-batches and over ranks.
+"""
 
 import resource
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amir_kernels import sequence_logprob
+
 from .batch import Batch
 from .config import RunConfig
+from .correction import mismatch_sums
 from .loss import Sums
 from .optim import learning_rate
 
 METRICS = {
     "step": "optimizer steps so far; with num_iterations > 1, batches so far",
-    "reward": "mean reward of the sampled completions",
-    "success": "share of sampled completions whose answer is right (reward 1)",
+    "reward": "mean reward of the scored completions, the weighted sum of the functions",
+    "success": "share of sampled completions whose answer is right; blank without the correctness reward",
     "reward_std": "standard deviation of the rewards",
+    "unscored_share": "share of completions that no reward function scored",
+    "reward_timeouts": "calls of reward functions and answers ended unfinished, since the process began",
     "loss": "policy loss + lambda_reg * preference loss, dead rows counted in every divisor",
     "preference_loss": "-J_pref: mean over pairs of -log sigmoid(z); blank without pairs",
-    "grad_norm": "norm of the adapter's gradient before clipping",
+    "grad_norm": "norm of the trained parameters' gradient before clipping",
+    "policy_grad_norm": "norm of the policy term's gradient by token log-probs",
+    "pair_grad_norm": "norm of the pair term's gradient by token log-probs, lambda_reg included",
+    "pair_grad_share": "pair_grad_norm / (pair_grad_norm + policy_grad_norm)",
     "learning_rate": "learning rate of this step",
     "pairs": "preference pairs formed, all groups",
     "pair_accuracy": "share of pairs whose better completion has the higher log-ratio",
-    "pair_grad_share": "|| d pair term || / (|| d pair term || + || d policy term ||), by token log-probs",
+    "chosen_logprob": "mean over pairs of the better completion's mean token log-prob when sampled, nats",
+    "rejected_logprob": "the same of the worse completion",
+    "zero_variance_share": "share of groups without any advantage: their rewards are all equal",
     "zero_gradient_share": "share of completions that skipped the training forward since their gradient is zero",
     "truncated_share": "share of completions that reached max_completion_length without EOS",
     "completion_tokens": "mean tokens of a completion, EOS included",
-    "clip_share": "share of trained tokens whose ratio was clipped",
+    "right_tokens": "mean tokens of completions whose answer is right",
+    "wrong_tokens": "mean tokens of completions whose answer is wrong",
+    "clip_share": "share of trained tokens whose ratio was clipped, low or high",
+    "clip_low_share": "share of trained tokens whose ratio was clipped from below",
+    "clip_high_share": "share of trained tokens whose ratio was clipped from above",
     "ratio": "mean policy ratio over trained tokens",
     "kl": "mean KL estimate to the reference over trained tokens, nats; where reference log-probs were needed",
+    "entropy": "mean entropy of the next-token distributions over trained tokens, nats; where entropy_coef > 0",
+    "mismatch": "mean |log-prob of the trainer - of the sampler| over trained tokens, nats; where another engine samples",
+    "mismatch_max": "the largest of them",
+    "effective_sample_share": "(sum c)^2 / (n sum c^2), c = exp(trainer - sampler), by token or as `correction` says",
+    "missing_logprob_share": "share of trained tokens without a log-prob of the sampler; their ratio is 1",
+    "corrected_share": "share of the importance weights that `correction` bounded or dropped",
     "tokens_per_second": "completion tokens sampled and trained on, per second of the whole step",
     "step_seconds": "seconds of the step",
-    "rollout_seconds": "seconds spent sampling and grading",
+    "rollout_seconds": "seconds spent sampling",
+    "reward_seconds": "seconds spent on the reward functions",
     "reference_seconds": "seconds spent on advantages, pairs and reference log-probs",
     "update_seconds": "seconds spent on forward, backward and optimizer",
     "peak_memory_mb": "peak memory so far, MB (10^6 bytes): allocated on the GPU, else resident in this process",
 }
+"""Beside these stands `reward/NAME` for each reward function: its mean over the completions that it scored."""
 
 
 class Clock:
@@ -58,38 +85,113 @@ class Clock:
         return self._last - self._began
 
 
-def step_metrics(
-    config: RunConfig, step: int, batch: Batch, sums: Sums, grad_norm: Tensor, clock: Clock
-) -> dict[str, Any]:
-    """The step's row of metrics.jsonl; `sums` are those of its last inner iteration."""
+def batch_sums(batch: Batch, config: RunConfig) -> Sums:
+    """Sums and counts over a step's completions and groups."""
+    lengths = batch.tokens.completion_lengths.double()
+    dead_groups = torch.zeros(int(batch.group.max()) + 1, device=batch.group.device)
+    dead_groups = dead_groups.index_add(0, batch.group, batch.advantages.abs())[batch.group.unique()] == 0
+    scored = ~batch.rewards.isnan()
+    rewards = batch.rewards[scored].double()
+    sums: Sums = Counter()
+    sums.update(
+        completions=len(batch.tokens),
+        completion_tokens=int(lengths.sum()),
+        scored=len(rewards),
+        reward_sum=float(rewards.sum()),
+        reward_square_sum=float(rewards.square().sum()),
+        groups=len(dead_groups),
+        zero_variance_groups=int(dead_groups.sum()),
+        dead=int((~batch.live).sum()),
+        truncated=int(batch.truncated.sum()),
+        pairs_formed=float(batch.chosen.sum()),
+    )
+    if batch.scores is not None:
+        for reward, given in zip(config.rewards, batch.scores.double().unbind(1), strict=True):
+            sums[f"reward_sum/{reward.label}"] += float(given.nansum())
+            sums[f"reward_count/{reward.label}"] += int((~given.isnan()).sum())
+            if reward.name == "correctness":
+                for name, rows in (("right", given == 1), ("wrong", given == 0)):
+                    sums[f"{name}_count"] += int(rows.sum())
+                    sums[f"{name}_tokens"] += float(lengths[rows].sum())
+    if batch.old_logprobs is not None:
+        mean = sequence_logprob(batch.old_logprobs, batch.loss_mask).double()
+        sums["chosen_logprob_sum"] += float((batch.chosen * mean).sum())
+        sums["rejected_logprob_sum"] += float((batch.rejected * mean).sum())
+        if batch.sampled_logprobs is not None:
+            trained = batch.loss_mask & batch.live[:, None]
+            sums.update(mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction))
+    return sums
+
+
+def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, clock: Clock) -> dict[str, Any]:
+    """The step's row of metrics.jsonl; `sums` are those of its batch and of its last inner iteration."""
     total = {name: float(value) for name, value in sums.items()}
-    tokens = total.get("tokens", 0.0)
-    scored = batch.rewards[~batch.rewards.isnan()]
-    lengths = batch.tokens.completion_mask.sum(1)
+    tokens, scored, pairs = (total.get(name, 0.0) for name in ("tokens", "scored", "pairs_formed"))
+    completions = total["completions"]
+    mean = _ratio(total["reward_sum"], scored)
+    policy_norm, pair_norm = (total.get(f"{term}_grad_square", 0.0) ** 0.5 for term in ("policy", "pair"))
+    low, high = (_ratio(total.get(f"clip_{side}_count"), tokens) for side in ("low", "high"))
     row = {
         "step": step,
-        "reward": float(scored.mean()),
-        "success": float((scored == 1).float().mean()),
-        "reward_std": float(scored.std(correction=0)),
+        "reward": mean,
+        "success": _ratio(total.get("right_count"), total.get("right_count", 0.0) + total.get("wrong_count", 0.0)),
+        "reward_std": None if mean is None else max(total["reward_square_sum"] / scored - mean**2, 0.0) ** 0.5,
+        "unscored_share": 1 - scored / completions,
+        "reward_timeouts": int(total.get("reward_timeouts", 0)),
         "loss": total.get("policy_loss", 0.0) + config.lambda_reg * total.get("preference_loss", 0.0),
-        "preference_loss": total.get("preference_loss", 0.0) if batch.num_pairs else None,
+        "preference_loss": total.get("preference_loss", 0.0) if pairs else None,
         "grad_norm": float(grad_norm),
+        "policy_grad_norm": policy_norm,
+        "pair_grad_norm": pair_norm,
+        "pair_grad_share": pair_norm / (pair_norm + policy_norm) if pair_norm else 0.0,
         "learning_rate": learning_rate(config, step),
-        "pairs": int(batch.num_pairs),
+        "pairs": int(pairs),
         "pair_accuracy": _ratio(total.get("pairs_correct"), total.get("pairs")),
-        "pair_grad_share": _share(total.get("pair_grad_square", 0.0), total.get("policy_grad_square", 0.0)),
-        "zero_gradient_share": float((~batch.live).float().mean()),
-        "truncated_share": float(batch.truncated.float().mean()),
-        "completion_tokens": float(lengths.float().mean()),
-        "clip_share": _ratio(total.get("clip_low_count", 0.0) + total.get("clip_high_count", 0.0), tokens),
+        "chosen_logprob": _ratio(total.get("chosen_logprob_sum"), pairs),
+        "rejected_logprob": _ratio(total.get("rejected_logprob_sum"), pairs),
+        "zero_variance_share": total["zero_variance_groups"] / total["groups"],
+        "zero_gradient_share": total["dead"] / completions,
+        "truncated_share": total["truncated"] / completions,
+        "completion_tokens": total["completion_tokens"] / completions,
+        "right_tokens": _ratio(total.get("right_tokens"), total.get("right_count")),
+        "wrong_tokens": _ratio(total.get("wrong_tokens"), total.get("wrong_count")),
+        "clip_share": None if low is None or high is None else low + high,
+        "clip_low_share": low,
+        "clip_high_share": high,
         "ratio": _ratio(total.get("ratio_sum"), tokens),
         "kl": _ratio(total.get("kl_sum"), tokens),
-        "tokens_per_second": int(lengths.sum()) / clock.total,
+        "entropy": _ratio(total.get("entropy_sum"), tokens),
+        "mismatch": _ratio(total.get("mismatch_sum"), total.get("logprobs_given")),
+        "mismatch_max": total.get("mismatch_max"),
+        "effective_sample_share": _effective_share(total),
+        "missing_logprob_share": _ratio(
+            total.get("logprobs_missing"), total.get("logprobs_missing", 0) + total.get("logprobs_given", 0)
+        ),
+        "corrected_share": _ratio(total.get("weights_bounded"), total.get("importance_weights")),
+        "tokens_per_second": total["completion_tokens"] / clock.total,
         "step_seconds": clock.total,
         **{f"{name}_seconds": seconds for name, seconds in clock.laps.items()},
-        "peak_memory_mb": peak_memory_mb(batch.rewards.device),
+        "peak_memory_mb": peak_memory_mb(torch.device(grad_norm.device)),
     }
-    return {name: row[name] for name in METRICS}
+    means = {
+        f"reward/{reward.label}": _ratio(
+            total.get(f"reward_sum/{reward.label}"), total.get(f"reward_count/{reward.label}")
+        )
+        for reward in config.rewards
+    }
+    return {name: row[name] for name in METRICS} | means
+
+
+def evaluation_metrics(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of evaluations.jsonl, from those of its completions; a mean is blank where nothing was scored."""
+    right = [row["rewards"]["correctness"] for row in rows if row["rewards"].get("correctness") is not None]
+    rewards = [row["reward"] for row in rows if row["reward"] == row["reward"]]
+    return {
+        "step": step,
+        "samples": len(rows),
+        "success": sum(right) / len(right) if right else None,
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+    }
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -100,10 +202,10 @@ def peak_memory_mb(device: torch.device) -> float:
     return resident * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
+def _effective_share(total: dict[str, float]) -> float | None:
+    square = total.get("importance_weights", 0.0) * total.get("weight_square_sum", 0.0)
+    return total["weight_sum"] ** 2 / square if square else None
+
+
 def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
-
-
-def _share(part_square: float, other_square: float) -> float:
-    part, other = part_square**0.5, other_square**0.5
-    return part / (part + other) if part + other > 0 else 0.0

@@ -4,21 +4,22 @@ What this GRPO leaves out: no value model, no reward model, no extra pass for ol
 detached, until a batch is reused), no training forward for completions whose gradient is exactly zero.
 """
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jinja2 import TemplateError
 
-from .batch import make_batch
+from .batch import make_batch, weighted_sum
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_result
 from .config import ConfigError, RunConfig
 from .loss import TokenBudget, backward, objective_of, with_reference
-from .metrics import Clock, step_metrics
+from .metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .model import Policy
 from .optim import apply_update, make_optimizer
-from .reward import Correctness
+from .prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
+from .rewards import Rewards
 from .rollout import Rollout, sample
 from .rundir import RunDirectory
 from .tasks import Example, Task
@@ -40,14 +41,6 @@ class Display(Protocol):
         """Shows a line."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """An example and its prompt's token ids."""
-
-    example: Example
-    ids: list[int]
-
-
 @dataclass
 class Trainer:
     """One run: its policy, its task, its folder. `train` is the loop."""
@@ -62,14 +55,19 @@ class Trainer:
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget(self.config.micro_batch_tokens, self.say)
-        self.grader = Correctness()
+        self.budget = TokenBudget(self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say)
+        special = [self.policy.pad_id, *self.policy.eos_ids]
+        refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.support.weight.shape[0])
+        for note in self.task.notes:
+            self.say(note)
         self.prompts = self._encode(self.task.train, "training")
-        self.held_out = self._encode(self.task.held_out, "held-out")[: self.config.eval_prompts]
+        self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
         if not self.prompts:
             raise ConfigError("no training prompt is left: the task is empty or max_prompt_length too small")
         if self.config.eval_prompts and not self.held_out:
             raise ConfigError(f"eval_prompts = {self.config.eval_prompts}: the task holds no example out; expected 0")
+        columns = dict.fromkeys(name for example in self.task.train for name in example.columns)
+        self.rewards = Rewards(self.config.rewards, list(columns))
         self.finished_steps = 0
         self.pairs_seen = 0
 
@@ -88,16 +86,17 @@ class Trainer:
         self.display.begin(self.finished_steps)
         if self.finished_steps >= c.max_steps:
             self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {c.max_steps}")
-        with self.grader:
+        with self.rewards:
             if self.finished_steps == 0:
                 self._evaluate(0)
             for step in range(self.finished_steps + 1, c.max_steps + 1):
                 clock = Clock()
                 examples = self._examples_of(step)
                 rollout = self._sample(examples, c.num_generations, step)
-                rewards = self._reward(rollout, examples, c.num_generations)
-                self.directory.record_completions("step", step, completion_rows(examples, rollout, rewards))
                 clock.lap("rollout")
+                rewards = self._reward(rollout, examples, c.num_generations)
+                self.directory.record_completions("step", step, completion_rows(examples, rollout, rewards, c))
+                clock.lap("reward")
 
                 batch = make_batch(rollout.tokens, rewards.to(self.policy.device), rollout.truncated, c)
                 batch = with_reference(self.policy, batch, c, self.budget)
@@ -108,7 +107,8 @@ class Trainer:
                     grad_norm = apply_update(self.optimizer, c, step)
                 clock.lap("update")
 
-                self._report(step_metrics(c, step, batch, sums, grad_norm, clock))
+                sums.update(batch_sums(batch, c), reward_timeouts=self.rewards.timeouts)
+                self._report(step_metrics(c, step, sums, grad_norm, clock))
                 if step == c.max_steps or (c.eval_steps and step % c.eval_steps == 0):
                     self._evaluate(step)
                 if step == c.max_steps or step % c.save_steps == 0:
@@ -132,29 +132,21 @@ class Trainer:
         for first in range(0, len(self.held_out), c.prompts_per_step):
             examples = self.held_out[first : first + c.prompts_per_step]
             rollout = self._sample(examples, c.eval_samples, -1 - first)
-            rows += completion_rows(examples, rollout, self._reward(rollout, examples, c.eval_samples))
+            rows += completion_rows(examples, rollout, self._reward(rollout, examples, c.eval_samples), c)
             self.directory.record_completions("eval", step, rows)
         if rows:
-            success = sum(row["reward"] == 1 for row in rows) / len(rows)
-            self.directory.record("evaluations", {"step": step, "samples": len(rows), "success": success})
-            self.say(f"held-out success after step {step}: {success:.3f} ({len(rows)} samples)")
+            summary = evaluation_metrics(step, rows)
+            self.directory.record("evaluations", summary)
+            name = "reward" if summary["success"] is None else "success"
+            self.say(f"held-out {name} after step {step}: {summary[name]:.3f} ({len(rows)} samples)")
 
     def _save(self, step: int) -> None:
         position = step * self.config.prompts_per_step
         save_checkpoint(self.directory.checkpoints, step, position, self.policy.model, self.optimizer, self.named)
 
-    def _encode(self, examples: list[Example], name: str) -> list[Prompt]:
-        """Prompts as token ids; those longer than `max_prompt_length` are left out and counted."""
-        try:
-            encoded = [Prompt(e, prompt_ids(self.policy.tokenizer, e.question, self.config)) for e in examples]
-        except TemplateError as error:
-            raise ConfigError(f"chat_template: {error}") from None
-        if not all(prompt.ids for prompt in encoded):
-            raise ConfigError("chat_template: renders a prompt without any token")
-        kept = [prompt for prompt in encoded if len(prompt.ids) <= self.config.max_prompt_length]
-        if len(kept) < len(encoded):
-            self.say(f"{len(encoded) - len(kept)} of {len(encoded)} {name} prompts exceed max_prompt_length, left out")
-        return kept
+    def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
+        vocabulary = self.policy.support.weight.shape[0]
+        return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
 
     def _examples_of(self, step: int) -> list[Prompt]:
         """The step's prompts: each epoch is its own permutation of the training prompts, cut into steps."""
@@ -169,12 +161,14 @@ class Trainer:
         return sample(self.policy, ids, group_size, self.config.max_completion_length, seed)
 
     def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> torch.Tensor:
-        golds = [prompt.example.answer for prompt in prompts for _ in range(group_size)]
-        given_up = self.grader.timeouts
-        rewards = torch.tensor(self.grader(rollout.texts, golds))
-        if self.grader.timeouts > given_up:
-            self.say(f"{self.grader.timeouts - given_up} answers could not be judged in time and count as wrong")
-        return rewards
+        """What each reward function gives each completion, float32 `[B, F]`, NaN where nothing."""
+        examples = [prompt.example for prompt in prompts for _ in range(group_size)]
+        tokens = rollout.tokens
+        ids = [row[keep].tolist() for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]
+        scores = self.rewards(examples, rollout.texts, ids)
+        for note in scores.notes:
+            self.say(note)
+        return torch.tensor(scores.values).T.contiguous()
 
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
@@ -187,29 +181,24 @@ class Trainer:
             )
 
 
-def prompt_ids(tokenizer: Any, question: str, config: RunConfig) -> list[int]:
-    """The question as the chat template renders it, ready for the answer; without a template, as it stands."""
-    if tokenizer.chat_template is None:
-        if config.system_prompt is not None:
-            raise ConfigError(f"system_prompt = {config.system_prompt!r}: the model has no chat template to put it in")
-        return tokenizer(question)["input_ids"]
-    messages = [{"role": "user", "content": question}]
-    if config.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def completion_rows(prompts: list[Prompt], rollout: Rollout, rewards: torch.Tensor) -> list[dict[str, Any]]:
-    """What is kept of each completion; the prompts' completions stand side by side."""
+def completion_rows(
+    prompts: list[Prompt], rollout: Rollout, scores: torch.Tensor, config: RunConfig
+) -> list[dict[str, Any]]:
+    """What is kept of each completion; the prompts' completions stand side by side. `scores` `[B, F]`."""
     size = len(rollout.texts) // len(prompts)
     lengths = rollout.tokens.completion_mask.sum(1).tolist()
+    names = [reward.label for reward in config.rewards]
+    rewards = weighted_sum(scores, [reward.weight for reward in config.rewards])
     return [
         {
             "question": prompts[row // size].example.question,
             "answer": prompts[row // size].example.answer,
             "completion": text,
             "reward": float(rewards[row]),
+            "rewards": {
+                name: None if math.isnan(value) else value
+                for name, value in zip(names, scores[row].tolist(), strict=True)
+            },
             "tokens": lengths[row],
             "truncated": bool(rollout.truncated[row]),
         }

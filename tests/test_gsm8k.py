@@ -13,7 +13,7 @@ def load(path: object):
 
 
 def row(answer: str) -> str:
-    return json.dumps({"question": "How many?", "answer": f"Some steps.\n#### {answer}"})
+    return json.dumps({"question": f"How many make {answer}?", "answer": f"Some steps.\n#### {answer}"})
 
 
 def test_the_sample_has_fifty_questions_with_integer_answers() -> None:
@@ -66,5 +66,5 @@ def test_missing_and_empty_files_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "absent.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no question"):
+    with pytest.raises(ConfigError, match="holds no row"):
         load(tmp_path / "empty.jsonl")

@@ -16,6 +16,7 @@ LISTED_FOLDERS = (
     ".",
     "amir",
     "amir/recipes",
+    "amir/rewards",
     "amir/tasks",
     "kernels",
     "kernels/amir_kernels",

@@ -152,7 +152,12 @@ def test_wrong_divisors_would_be_seen() -> None:
         replace(batch, num_pairs=batch.num_pairs / 2),
         replace(batch, loss_mask=batch.loss_mask & batch.live[:, None]),
         replace(batch, ref_logprobs=torch.zeros_like(batch.ref_logprobs)),
-        replace(batch, paired=torch.zeros_like(batch.paired), live=batch.live & (batch.rewards > 0)),
+        replace(
+            batch,
+            chosen=torch.zeros_like(batch.chosen),
+            rejected=torch.zeros_like(batch.chosen),
+            live=batch.live & (batch.rewards > 0),
+        ),
     ):
         for parameter in made.trainable().values():
             parameter.grad = torch.zeros_like(parameter)

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from amir.reward import Correctness, as_number, last_answer
+from amir.answer import as_number, last_answer
+from amir.rewards import Correctness
 from amir.tasks import TASKS
 from tiny import run_config
 

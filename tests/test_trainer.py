@@ -18,9 +18,10 @@ from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from amir.config import ConfigError, RunConfig, recipe_names
 from amir.metrics import METRICS
 from amir.optim import learning_rate, make_optimizer
+from amir.prompts import prompt_ids
 from amir.rundir import RunDirectory, choose_output_dir
-from amir.tasks import TASKS
-from amir.trainer import NO_PAIR_STEPS, Trainer, prompt_ids
+from amir.tasks import TASKS, Example
+from amir.trainer import NO_PAIR_STEPS, Trainer
 from tiny import model, policy, run_config
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
@@ -80,12 +81,12 @@ def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class ParityGrader:
     """Rewards what a random model does half of the time: an even number of characters."""
 
-    timeouts = 0
+    given_up = 0
 
-    def __enter__(self):
-        return self
+    def __init__(self, timeout_seconds: float) -> None:
+        pass
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         pass
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
@@ -94,7 +95,7 @@ class ParityGrader:
 
 @pytest.fixture(autouse=True)
 def _parity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amir.trainer.Correctness", ParityGrader)
+    monkeypatch.setattr("amir.rewards.runner.Correctness", ParityGrader)
 
 
 def test_a_run_leaves_config_metrics_completions_evaluations_checkpoints_and_adapter(tmp_path) -> None:
@@ -102,7 +103,7 @@ def test_a_run_leaves_config_metrics_completions_evaluations_checkpoints_and_ada
     made = run(tmp_path, config)
     metrics = rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert all(set(row) == set(METRICS) for row in metrics)
+    assert all(set(row) == {*METRICS, "reward/correctness"} for row in metrics)
     assert sum(row["pairs"] for row in metrics) > 0
     assert 0 < max(row["pair_grad_share"] for row in metrics) < 1
     assert all(row["ratio"] == 1 for row in metrics if row["pairs"])
@@ -223,7 +224,7 @@ def test_settings_that_cannot_take_effect_are_refused(tmp_path) -> None:
     broken.policy.tokenizer.chat_template = None
     assert broken._encode(broken.task.train, "training")
     with pytest.raises(ConfigError, match="no chat template to put it in"):
-        prompt_ids(broken.policy.tokenizer, "1 + 1", run_config(system_prompt="Be brief."))
+        prompt_ids(broken.policy.tokenizer, Example("1 + 1", "2"), run_config(system_prompt="Be brief."))
     with pytest.raises(ConfigError, match=r"lora\.target_modules"):
         policy(run_config(lora={"target_modules": ["nonsense"]}))
 

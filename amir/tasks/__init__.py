@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import arithmetic, gsm8k
+from . import arithmetic, dataset, gsm8k
 from .task import Example, Task
 
-TASKS: dict[str, Callable[[Any], Task]] = {"arithmetic": arithmetic.load, "gsm8k": gsm8k.load}
+TASKS: dict[str, Callable[[Any], Task]] = {
+    "arithmetic": arithmetic.load,
+    "gsm8k": gsm8k.load,
+    "dataset": dataset.load,
+}
 
 __all__ = ["TASKS", "Example", "Task"]

@@ -5,49 +5,25 @@ killed when their time is up.
 """
 
 import logging
-import multiprocessing
-import re
-from concurrent.futures import TimeoutError as FutureTimeout
-from fractions import Fraction
+import resource
+import sys
+from multiprocessing import get_context
 from typing import Self
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessFuture, ProcessPool
 
-MAX_CHARACTERS = 2000
-"""Only the end of a completion is looked at: an answer stands there, and parsing time grows with length."""
+from ..answer import as_number, last_answer
+from .worker import end_with_parent
 
-MAX_DIGITS = 400
-"""Longer digit strings are no answer of any task; Python refuses to convert them beyond 4300 digits."""
-
-_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+WORKER_BYTES = 4 * 2**30
+"""Address space of a worker: math-verify needs a tenth of it, 9**9**9 more than any machine has."""
 
 
-def last_answer(text: str) -> str | None:
-    """The content of the last `\\boxed{}`, else the last number, else None."""
-    tail = text.rstrip()[-MAX_CHARACTERS:].replace("\u2212", "-")
-    boxed = _last_boxed(tail)
-    if boxed is not None:
-        return boxed.strip()
-    numbers = _NUMBER.findall(tail)
-    return numbers[-1] if numbers else None
-
-
-def as_number(text: str) -> Fraction | None:
-    """`text` as an exact number (thousands commas and a leading $ allowed), or None where it is anything else."""
-    cleaned = text.strip().lstrip("$").replace(",", "")
-    return Fraction(cleaned) if len(cleaned) <= MAX_DIGITS and re.fullmatch(r"-?\d+(?:\.\d+)?", cleaned) else None
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 0, start + len("\\boxed{")
-        for position in range(begin, len(text)):
-            if text[position] == "}" and depth == 0:
-                return text[begin:position]
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+def _limit_worker() -> None:
+    """Runs first in a worker: it ends with its parent, and a number too large to write down is no memory of others."""
+    end_with_parent()
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
 
 
 def _math_verify(gold: str, answer: str) -> bool:
@@ -63,7 +39,8 @@ class Correctness:
 
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2) -> None:
         self.timeout_seconds = timeout_seconds
-        self.timeouts = 0
+        self.given_up = 0
+        """answers that could not be judged, for want of time or memory, or since math-verify failed"""
         self._workers = workers
         self._pool: ProcessPool | None = None
 
@@ -83,17 +60,16 @@ class Correctness:
         left, right = as_number(answer), as_number(gold)
         return left == right if left is not None and right is not None else answer
 
-    def _schedule(self, gold: str, answer: str):  # type: ignore[no-untyped-def]
+    def _schedule(self, gold: str, answer: str) -> ProcessFuture:
         if self._pool is None:
-            self._pool = ProcessPool(max_workers=self._workers, context=multiprocessing.get_context("spawn"))
+            self._pool = ProcessPool(self._workers, initializer=_limit_worker, context=get_context("spawn"))
         return self._pool.schedule(_math_verify, args=(gold, answer), timeout=self.timeout_seconds)
 
-    def _result(self, future) -> bool:  # type: ignore[no-untyped-def]
-        try:
+    def _result(self, future: ProcessFuture) -> bool:
+        if future.exception() is None:
             return future.result()
-        except (FutureTimeout, ProcessExpired):
-            self.timeouts += 1
-            return False
+        self.given_up += 1
+        return False
 
     def close(self) -> None:
         """Ends the worker processes."""

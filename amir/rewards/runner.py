@@ -1,0 +1,177 @@
+"""The reward functions of a run, beside each other: yours in a process each, with a time limit, the shipped ones here.
+
+A function of yours is called once for all completions of a step, with keywords: `prompts` and `completions` (texts, or
+lists of messages where `conversational`), `answers`, `completion_ids` (lists of token ids), and every column of the
+task's rows, one value a completion. It gets those that its signature names, all of them with `**kwargs`. It returns a
+number a completion; None or NaN leave that completion unscored.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from ..config import NEED_ANSWERS, ConfigError, RewardSettings, RunStopped
+from ..tasks.task import Example
+from . import worker
+from .correctness import Correctness
+from .shaping import SHAPING
+
+CALL_SECONDS, JUDGE_SECONDS = 60.0, 10.0
+"""Time limits where `timeout_seconds` is unset: one call of a function, one answer's correctness."""
+
+START_SECONDS = 300.0
+"""A function's process must have imported it by then."""
+
+OURS = ("prompts", "completions", "answers", "completion_ids")
+"""Keywords of a function that no column of that name replaces."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What each function gave each completion, NaN where nothing, and what is to be said of it."""
+
+    values: list[list[float]]  # [F][B]
+    notes: list[str]
+
+
+class Rewards:
+    """The run's functions. `with` it, or `close` it, to end their processes."""
+
+    def __init__(self, settings: Sequence[RewardSettings], columns: Sequence[str] = ()) -> None:
+        self.settings = list(settings)
+        self.names = [s.label for s in settings]
+        self.weights = [s.weight for s in settings]
+        self.timeouts = 0
+        """calls of functions and answers that were ended unfinished, so far"""
+        for s in self.settings:
+            _refuse_arguments(s)
+        limits = [s.timeout_seconds for s in settings if s.name == "correctness" and s.timeout_seconds]
+        self._correctness = Correctness(limits[0] if limits else JUDGE_SECONDS)
+        offered = [*OURS, *(c for c in columns if c not in OURS)]
+        self._functions = {s.label: _Function(s, offered) for s in settings if s.function is not None}
+        for function in self._functions.values():
+            function.check()
+
+    def __call__(self, examples: Sequence[Example], completions: list[str], completion_ids: list[list[int]]) -> Scores:
+        """Scores of the completions, each with the example it answers."""
+        pending = [f.begin(examples, completions, completion_ids) for f in self._functions.values()]
+        notes: list[str] = []
+        given = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
+        given_up = self._correctness.given_up
+        if NEED_ANSWERS & {s.name for s in self.settings}:
+            given["correct"] = self._correctness(completions, [example.answer or "" for example in examples])
+        if judged_late := self._correctness.given_up - given_up:
+            notes.append(f"correctness: {judged_late} answers could not be judged in time and count as wrong")
+        values = {name: self._shipped(s, given) for name, s in zip(self.names, self.settings, strict=True) if s.name}
+        for function, future in zip(self._functions.values(), pending, strict=True):
+            result, note = function.end(future, len(completions))
+            values[function.name] = result
+            notes += [note] if note else []
+            self.timeouts += note is not None
+        self.timeouts += judged_late
+        return Scores([values[name] for name in self.names], notes)
+
+    def _shipped(self, settings: RewardSettings, given: dict[str, Any]) -> list[float]:
+        if settings.name == "correctness":
+            return given["correct"]
+        function = SHAPING[settings.name or ""]
+        keywords = worker.keywords_of(function, settings.arguments, list(given))
+        return function(**{name: given[name] for name in keywords}, **settings.arguments)
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._correctness.close()
+        for function in self._functions.values():
+            function.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Function:
+    """A function of the user's in its own process, which is killed at the time limit and started again."""
+
+    def __init__(self, settings: RewardSettings, offered: list[str]) -> None:
+        self.name = settings.label
+        self._settings, self._offered = settings, offered
+        self._seconds = settings.timeout_seconds or CALL_SECONDS
+        self._pool = ProcessPool(1, initializer=worker.end_with_parent, context=get_context("spawn"))
+        self._started = self._import()
+
+    def check(self) -> None:
+        """Waits until it is imported; ConfigError where it cannot be, or cannot be called."""
+        error = self._waited(self._started, START_SECONDS)
+        if error is not None:
+            self.close()
+            reason = f"its process could not import it in {START_SECONDS:.0f} s" if _is_timeout(error) else error
+            raise ConfigError(f"rewards: function {self._settings.function!r}: {reason}")
+        self._keywords = self._started.result()
+
+    def begin(
+        self, examples: Sequence[Example], completions: list[str], completion_ids: list[list[int]]
+    ) -> ProcessFuture:
+        """Starts a call."""
+        chat = self._settings.conversational
+        offered: dict[str, Any] = {
+            "prompts": [e.chat() if chat else e.question for e in examples],
+            "completions": [[{"role": "assistant", "content": text}] for text in completions] if chat else completions,
+            "answers": [e.answer for e in examples],
+            "completion_ids": completion_ids,
+        }
+        columns = {name: [e.columns.get(name) for e in examples] for name in self._keywords if name not in OURS}
+        keywords = {name: (offered | columns)[name] for name in self._keywords} | self._settings.arguments
+        work = (self._settings.function, len(completions), keywords)
+        return self._pool.schedule(worker.call, args=work, timeout=self._seconds)
+
+    def end(self, future: ProcessFuture, count: int) -> tuple[list[float], str | None]:
+        """The call's rewards; all NaN, and a note, where it took too long. RunStopped where it failed."""
+        error = self._waited(future, self._seconds + START_SECONDS)
+        if error is None:
+            return future.result(), None
+        if _is_timeout(error):
+            self._import()
+            note = f"{self.name} took longer than {self._seconds:g} s and was ended: {count} completions unscored by it"
+            return [float("nan")] * count, f"reward {note}"
+        if isinstance(error, ProcessExpired):
+            error = RuntimeError(f"its process died (exit code {error.exitcode})")
+        raise RunStopped(f"reward {self.name} ({self._settings.function}) {error}")
+
+    def close(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def _import(self) -> ProcessFuture:
+        work = (self._settings.function, self._settings.arguments, self._offered)
+        return self._pool.schedule(worker.parameters, args=work, timeout=START_SECONDS)
+
+    def _waited(self, future: ProcessFuture, seconds: float) -> BaseException | None:
+        try:
+            return future.exception(timeout=seconds)
+        except FutureTimeout as late:
+            future.cancel()
+            return late
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, FutureTimeout)
+
+
+def _refuse_arguments(settings: RewardSettings) -> None:
+    """ConfigError where a shipped reward does not take its arguments, or not such values."""
+    if settings.name == "correctness" and settings.arguments:
+        raise ConfigError(f"rewards: correctness takes no arguments, got {', '.join(settings.arguments)}")
+    if settings.name in SHAPING:
+        trial: dict[str, Any] = {"completions": [""], "correct": [0.0], "lengths": [1]}
+        function = SHAPING[settings.name]
+        try:
+            keywords = worker.keywords_of(function, settings.arguments, list(trial))
+            worker.floats(function(**{k: trial[k] for k in keywords}, **settings.arguments), 1)
+        except (worker.RewardError, TypeError, ValueError) as error:
+            raise ConfigError(f"rewards: {settings.name}: {error}") from None

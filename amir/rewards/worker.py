@@ -1,0 +1,142 @@
+"""What runs in a reward's own process: finding the function, calling it, and making plain floats of what it returns.
+
+Imports no torch, so that a process starts in a moment.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+
+class RewardError(Exception):
+    """What a reward function did wrong, in words."""
+
+
+def end_with_parent() -> None:
+    """Lets this process end when the one that started it does, however that ends."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def parameters(spec: str, arguments: dict[str, Any], offered: list[str]) -> list[str]:
+    """Finds the function and says which of the `offered` keywords it takes; RewardError where it cannot be called."""
+    return keywords_of(find(spec), arguments, offered)
+
+
+def keywords_of(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
+    """Which of the `offered` keywords a function takes beside its `arguments`; RewardError where it needs another."""
+    signature = _signature(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    named = {name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {name for name, p in signature.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if by_position := sorted(name for name in required if name not in named):
+        raise RewardError(f"takes {by_position[0]!r} by position; it is called with keywords alone")
+    if missing := sorted(required - set(offered) - arguments.keys()):
+        raise RewardError(f"needs {', '.join(missing)}; there are {', '.join(offered)}, and what `arguments` gives")
+    if (unknown := sorted(arguments.keys() - named)) and not takes_all:
+        raise RewardError(f"takes no argument {unknown[0]!r}")
+    return [name for name in offered if (takes_all or name in named) and name not in arguments]
+
+
+def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
+    """The function's `count` rewards as floats, NaN where it gives None or NaN."""
+    function = find(spec)
+    try:
+        result = function(**keywords)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+    except Exception as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
+        where = "".join(traceback.format_exception(error)[-3:])
+        raise RewardError(f"raised {type(error).__name__}: {error}\n{where}") from None
+    return floats(result, count)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+@cache
+def find(spec: str) -> Callable[..., Any]:
+    """The function behind module:function or file.py:function."""
+    place, _, name = spec.rpartition(":")
+    found = _module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise RewardError(f"{place} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardError(f"{name} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _module(place: str) -> Any:
+    """A module by name, from the working directory too, or by its file, whose neighbours it can import."""
+    path = Path(place).expanduser().absolute()
+    is_file = place.endswith(".py")
+    if is_file and not path.is_file():
+        raise RewardError(f"{path}: no such file")
+    sys.path.insert(0, str(path.parent if is_file else Path.cwd()))
+    try:
+        return _module_of_file(path) if is_file else importlib.import_module(place)
+    except Exception as error:  # noqa: BLE001 (the same)
+        raise RewardError(f"importing {place} raised {type(error).__name__}: {error}") from None
+
+
+def _module_of_file(path: Path) -> Any:
+    name = f"reward_of_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise RewardError("has no signature that Python can read; wrap it in a function of your own") from None
+
+
+def floats(result: Any, count: int) -> list[float]:
+    """A list, array or tensor of `count` numbers, bools, None or NaN as floats; RewardError for anything else."""
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise RewardError(f"returned a {type(result).__name__}; expected a list of {count} numbers")
+    if len(result) != count:
+        raise RewardError(f"returned {len(result)} rewards for {count} completions")
+    return [_float(value, row) for row, value in enumerate(result)]
+
+
+def _float(value: Any, row: int) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, str | bytes):
+        raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number")
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number") from None
+    if math.isinf(number):
+        raise RewardError(f"returned {number} for completion {row}; a reward must be finite, None or NaN")
+    return number

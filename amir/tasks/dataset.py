@@ -1,0 +1,120 @@
+"""Your own rows: a prompt template or chat messages, an answer, and what is held out."""
+
+import math
+import random
+import string
+from typing import Any
+
+from ..answer import last_boxed
+from ..config import ConfigError, DatasetTask
+from .rows import Row, read_rows
+from .task import Example, Task, disjoint
+
+ROLES = ("system", "user", "assistant")
+
+
+Template = list[tuple[str, str | None]]
+"""Text, and the column that follows it."""
+
+
+def load(settings: DatasetTask) -> Task:
+    """Reads the rows and holds some out, as the settings say; a share is drawn in an order that never changes."""
+    rows = read_rows(settings.path, subset=settings.subset, split=settings.split)
+    if settings.held_out_path is not None:
+        held = read_rows(settings.held_out_path, "task.held_out_path")
+        return disjoint(examples_of(rows, settings), examples_of(held, settings))
+    if settings.held_out_split is not None:
+        held = read_rows(settings.path, subset=settings.subset, split=settings.held_out_split)
+        return disjoint(examples_of(rows, settings), examples_of(held, settings))
+    return _drawn(examples_of(rows, settings), settings.held_out or 0.0)
+
+
+def _drawn(examples: list[Example], share: float) -> Task:
+    count = round(share * len(examples))
+    if share and not 0 < count < len(examples):
+        raise ConfigError(
+            f"task.held_out = {share}: that is {count} of {len(examples)} rows; expected some on each side"
+        )
+    held = set(random.Random(0).sample(range(len(examples)), count))
+    return disjoint(
+        [example for row, example in enumerate(examples) if row not in held], [examples[row] for row in sorted(held)]
+    )
+
+
+def examples_of(rows: list[Row], settings: DatasetTask) -> list[Example]:
+    """An example a row; ConfigError names the first row that makes none."""
+    template = None if settings.prompt is None else _template(settings.prompt)
+    return [_example(place, row, template, settings) for place, row in rows]
+
+
+def _template(prompt: str) -> Template:
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise ConfigError(f"task.prompt = {prompt!r}: {error}; a brace of the text itself is doubled") from None
+    for _, column, form, conversion in parts:
+        if column == "" or form or conversion:
+            raise ConfigError(
+                f"task.prompt = {prompt!r}: expected {{column}} alone in braces; a brace of the text itself is doubled"
+            )
+    return [(text, column) for text, column, _, _ in parts]
+
+
+def _example(place: str, row: dict[str, Any], template: Template | None, settings: DatasetTask) -> Example:
+    answer = None if settings.answer is None else _answer(place, row, settings)
+    if template is None:
+        messages = _messages(place, row, settings.messages or "")
+        return Example(messages[-1]["content"], answer, messages, row)
+    question = "".join(text + ("" if column is None else _text(place, row, column)) for text, column in template)
+    if not question.strip():
+        raise ConfigError(f"{place}: its prompt is empty")
+    return Example(question, answer, columns=row)
+
+
+def _value(place: str, row: dict[str, Any], column: str) -> Any:
+    if column not in row:
+        raise ConfigError(f"{place}: no column {column!r}; there are {', '.join(map(repr, row))}")
+    value = row[column]
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{place}: column {column!r} holds {value}")
+    return value
+
+
+def _text(place: str, row: dict[str, Any], column: str) -> str:
+    """A cell as text, a list of them line by line."""
+    value = _value(place, row, column)
+    parts = value if isinstance(value, list) else [value]
+    if not all(isinstance(part, str | int | float) for part in parts):
+        raise ConfigError(
+            f"{place}: column {column!r} holds a {type(value).__name__}; expected text, numbers or a list"
+        )
+    return "\n".join(map(str, parts))
+
+
+def _answer(place: str, row: dict[str, Any], settings: DatasetTask) -> str:
+    text = _text(place, row, settings.answer or "")
+    if settings.answer_format == "plain":
+        found = ", ".join(text.split("\n")) if isinstance(row[settings.answer or ""], list) else text.strip()
+    elif settings.answer_format == "gsm8k":
+        found = text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
+    else:
+        found = (last_boxed(text) or "").strip()
+    if not found:
+        wanted = {"plain": "text", "gsm8k": "'####' with a final answer behind it", "boxed": "a \\boxed{} answer"}
+        raise ConfigError(f"{place}: column {settings.answer!r} holds no {wanted[settings.answer_format]}")
+    return found
+
+
+def _messages(place: str, row: dict[str, Any], column: str) -> tuple[dict[str, str], ...]:
+    messages = _value(place, row, column)
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{place}: column {column!r} holds no list of messages")
+    for number, message in enumerate(messages):
+        known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+        if not known:
+            raise ConfigError(
+                f"{place}: column {column!r}, message {number}: expected a role ({', '.join(ROLES)}) and a text content"
+            )
+    if messages[-1]["role"] != "user":
+        raise ConfigError(f"{place}: column {column!r} ends with {messages[-1]['role']}; expected the user's turn last")
+    return tuple({"role": m["role"], "content": m["content"]} for m in messages)

@@ -1,0 +1,114 @@
+"""Rows of a table, each with the place an error names: a file and its line, or a dataset and its row."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError, read_utf8
+
+READERS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of the files that are read here; anything else is looked up with `datasets.load_dataset`."""
+
+Row = tuple[str, dict[str, Any]]
+
+
+def read_rows(path: str, key: str = "task.path", subset: str | None = None, split: str | None = None) -> list[Row]:
+    """Place and columns of every row of a file, or of a split of a dataset; `key` is the setting that named it."""
+    kind = Path(path).suffix.lower()
+    if kind not in READERS:
+        rows = list(_dataset(path, key, subset, split or "train"))
+    else:
+        for setting, value in (("subset", subset), ("split", split)):
+            if value is not None:
+                raise ConfigError(f"task.{setting} = {value!r}: {key} = {path!r} is one file, which has no {setting}")
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"{key} = {path!r}: no such file")
+        rows = list(_file(file, kind))
+    if not rows:
+        raise ConfigError(f"{key} = {path!r}: holds no row")
+    return rows
+
+
+def _file(path: Path, kind: str) -> Iterator[Row]:
+    if kind == ".jsonl":
+        return _jsonl(read_utf8(path), str(path))
+    if kind == ".json":
+        return _json(read_utf8(path), str(path))
+    if kind == ".parquet":
+        return _parquet(path)
+    return _csv(read_utf8(path), str(path), "\t" if kind == ".tsv" else ",")
+
+
+def _jsonl(text: str, name: str) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{name}, line {number}"
+            yield place, _object(_parsed(line, place), place)
+
+
+def _json(text: str, name: str) -> Iterator[Row]:
+    items = _parsed(text, name)
+    if not isinstance(items, list):
+        raise ConfigError(f"{name}: expected a list of objects, got a {type(items).__name__}; JSON lines end in .jsonl")
+    for number, item in enumerate(items, start=1):
+        yield f"{name}, item {number}", _object(item, f"{name}, item {number}")
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+
+
+def _object(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: expected an object with columns, got a {type(row).__name__}")
+    return row
+
+
+def _csv(text: str, name: str, delimiter: str) -> Iterator[Row]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        columns = next(reader, [])
+        if twice := [column for column in columns if columns.count(column) > 1]:
+            raise ConfigError(f"{name}, line 1: column {twice[0]!r} stands twice")
+        for cells in reader:
+            place = f"{name}, line {reader.line_num}"
+            if len(cells) != len(columns) and cells:
+                raise ConfigError(f"{place}: {len(cells)} cells under {len(columns)} columns")
+            if cells:
+                yield place, dict(zip(columns, cells, strict=True))
+    except csv.Error as error:
+        raise ConfigError(f"{name}, line {reader.line_num}: not CSV: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path}: not parquet: {' '.join(str(error).split())}") from None
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", row
+
+
+def _dataset(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = load_dataset(path, subset, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key} = {path!r}: no file that ends in {', '.join(READERS)}, and load_dataset says: {told}"
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{path} ({split}), row {number}", row
