@@ -1,5 +1,8 @@
 """Which models are served, and that what is served equals the model's own forward."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from peft import (
@@ -39,6 +42,7 @@ from amir_kernels import linear_logprob, supports
 from amir_kernels.support import FAMILIES
 from tiny import model, policy, run_config, tokenizer
 
+README = Path(__file__).parents[1] / "kernels" / "README.md"
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -118,8 +122,11 @@ def test_a_forgotten_cap_scale_or_bias_would_show(name: str) -> None:
         assert (linear_logprob(found.body(ids).last_hidden_state, found.weight, target) - own).abs().max() > 0.1
 
 
-def test_every_family_that_is_served_was_tried() -> None:
+def test_every_family_that_is_served_was_tried_and_is_named_in_the_documents() -> None:
     assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
+    if README.exists():
+        (served,) = re.findall(r"^Served model types: (.*?)\.\s", README.read_text(), re.MULTILINE | re.DOTALL)
+        assert set(re.findall(r"`(\w+)`", served)) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

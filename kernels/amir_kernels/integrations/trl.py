@@ -138,6 +138,10 @@ def grpo_trainer(
         normalize: "mean" or "sum" over a completion's tokens, for the scores.
         workspace_bytes, backend: as in `linear_logprob`.
 
+    LoRA on the head, which TRL refuses since its head op would not train it, is served, but not with
+    `cast_lm_head_to_fp32`, by which TRL would sample without it. A model that `supports` refuses
+    raises ValueError where the trainer is made, or at the first log-prob for what PEFT adds to it later.
+
     TRL spreads a group over micro-batches, so the pairs' weights are formed once per generation, from log-probs of the
     policy that generated: TRL's old ones where it has them, else one scoring pass without gradient. They are exact
     where one optimizer step uses up one generation; with the pair term another schedule is refused, and so is more than
@@ -159,7 +163,9 @@ def grpo_trainer(
         """`trl.GRPOTrainer` on `linear_logprob`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _replaced(module, "add_fused_lm_head", head):
+            config = kwargs.get("args", args[2] if len(args) > 2 else None)
+            served = {} if getattr(config, "cast_lm_head_to_fp32", False) else {"BaseTunerLayer": _Nothing}
+            with _replaced(module, add_fused_lm_head=head, **served):
                 super().__init__(*args, **kwargs)
             if lambda_reg:
                 _refuse_for_pairs(self, ref_free)
@@ -214,15 +220,21 @@ def grpo_trainer(
     return AmirGRPOTrainer
 
 
+class _Nothing:
+    """In the place of PEFT's layers where TRL refuses LoRA on the head, which its own head op would leave out."""
+
+
 @contextmanager
-def _replaced(module: types.ModuleType, name: str, value: object) -> Iterator[None]:
-    """Gives the module's name another value for the time being."""
-    before = getattr(module, name)
-    setattr(module, name, value)
+def _replaced(module: types.ModuleType, **values: object) -> Iterator[None]:
+    """Gives names that the module has (without PEFT it lacks PEFT's) other values for the time being."""
+    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
     try:
+        for name in before:
+            setattr(module, name, values[name])
         yield
     finally:
-        setattr(module, name, before)
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _refuse_for_pairs(trainer: Any, ref_free: bool) -> None:
