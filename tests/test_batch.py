@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amir.batch import Batch, Tokens, make_batch, micro_batches, padded_tokens
+from amir.batch import Batch, Tokens, make_batch, micro_batches
 from tiny import run_config
 
 
@@ -43,7 +43,7 @@ def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget:
     assert sorted(rows.tolist()) == torch.nonzero(batch.live).flatten().tolist()
     for micro in micros:
         part = batch.tokens.rows(micro.rows)
-        assert padded_tokens(batch.tokens, micro.rows) <= budget or len(micro.rows) == 1
+        assert part.computed(packed=True) <= budget or len(micro.rows) == 1
         assert torch.equal(part.prompt_ids[part.prompt_of, -1], batch.tokens.prompt_of[micro.rows])
         assert torch.equal(part.prompt_lengths[part.prompt_of], 2 + batch.tokens.prompt_of[micro.rows])
         assert torch.equal(part.completion_ids[:, 0], micro.rows)

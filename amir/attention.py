@@ -1,0 +1,227 @@
+"""Attention over packed rows: a completion attends to its prompt and to itself, through Transformers' interface.
+
+T tokens of a row; q and k the queries and keys of one segment; D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers.utils import is_flash_attn_greater_or_equal
+
+NAME = "amir_packed"
+"""Its name in Transformers' registry."""
+
+HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
+"""What a model may hand its attention beside what ours reads; anything else is a feature that ours would drop."""
+
+
+class Unpackable(RuntimeError):
+    """This model's attention cannot be replaced by ours; the message says why."""
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of one sequence; `prompt` is the place of the segment that they continue."""
+
+    length: int
+    prompt: int | None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A row of segments: who attends to whom. Masks are made on demand and shared by the layers."""
+
+    segments: list[Segment]
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)  # the sliding window that each layer asked for
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        return [segment.length for segment in self.segments]
+
+    @cached_property
+    def contexts(self) -> list[int]:
+        """Tokens before each segment's first that it attends to."""
+        return [0 if s.prompt is None else self.segments[s.prompt].length for s in self.segments]
+
+    @cached_property
+    def key_lengths(self) -> list[int]:
+        """Keys of each segment: its prompt's and its own."""
+        return [length + context for length, context in zip(self.lengths, self.contexts, strict=True)]
+
+    def mask(self, place: int, window: int | None, like: Tensor) -> Tensor:
+        """Additive `[q, k]`: 0 where key j is visible to query i, 0 <= i + context - j < window, else -inf.
+
+        One band serves every segment: the segment's rows, the columns shifted by its context.
+        """
+        length, context, widest = self.lengths[place], self.contexts[place], max(self.contexts)
+        key = (window, like.dtype, like.device)
+        if key not in self.masks:
+            longest = max(self.lengths)
+            ahead = torch.arange(longest, device=like.device)[:, None] + widest
+            ahead = ahead - torch.arange(widest + longest, device=like.device)
+            hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
+            band = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self.masks[key] = band.masked_fill_(hidden, float("-inf"))
+        return self.masks[key][:length, widest - context : widest + length]
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cumulative queries and keys, int32 `[segments + 1]` each."""
+        if device not in self.masks:
+            ends = [[0, *accumulate(lengths)] for lengths in (self.lengths, self.key_lengths)]
+            self.masks[device] = torch.tensor(ends, dtype=torch.int32, device=device)
+        return self.masks[device][0], self.masks[device][1]
+
+
+class Scores(NamedTuple):
+    """How a layer forms its scores: their scale, the keys a query sees at most, the bound of their tanh."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    packed_row: Segments | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each segment and from it to its prompt, in the form that Transformers' models call.
+
+    query `[1, heads, T, D]`, key and value `[1, key heads, T, D]`; returns `[1, T, heads, D]`. `sliding_window` counts
+    the keys a query sees, itself included; `softcap` bounds scores by `softcap * tanh(score / softcap)`.
+    """
+    if packed_row is None:
+        raise Unpackable("its body does not hand keywords on to its attention")
+    if attention_mask is not None:
+        raise Unpackable("it makes an attention mask of its own")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise Unpackable("its attention is not causal")
+    if dropout:
+        raise Unpackable(f"its attention has a dropout of {dropout}")
+    unknown = {name for name, given in others.items() if given is not None and given is not False} - HARMLESS
+    if unknown:
+        raise Unpackable(f"its attention takes {', '.join(sorted(unknown))}")
+    row = packed_row
+    row.windows[getattr(module, "layer_idx", id(module))] = sliding_window
+    window = None if sliding_window is None or sliding_window >= max(row.key_lengths) else sliding_window
+    how = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+    keys, values = _after_prompts(key, row), _after_prompts(value, row)
+    kernel = varlen_kernel(query, how)
+    if kernel is not None:
+        return _attend_at_once(kernel, query, keys, values, row, how), None
+    attend = _attend if softcap is None else _attend_capped
+    parts = zip(query.split(row.lengths, dim=2), keys, values, strict=True)
+    return torch.cat([attend(*part, row, place, how) for place, part in enumerate(parts)], dim=2).transpose(1, 2), None
+
+
+def _after_prompts(x: Tensor, row: Segments) -> list[Tensor]:
+    """Keys or values `[1, heads, k, D]` of each segment: its prompt's, then its own. Split once: one sum of gradients."""
+    parts = x.split(row.lengths, dim=2)
+    return [
+        own if segment.prompt is None else torch.cat([parts[segment.prompt], own], dim=2)
+        for own, segment in zip(parts, row.segments, strict=True)
+    ]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int, how: Scores) -> Tensor:
+    """`[1, heads, q, D]` through PyTorch's scaled_dot_product_attention, whose own causal mask serves whole prompts."""
+    plain = row.contexts[place] == 0 and how.window is None
+    mask = None if plain else row.mask(place, how.window, query)
+    if query.device.type != "cpu":  # with a mask, only the CPU's fast kernel takes fewer key heads
+        key, value = _every_head(query, key), _every_head(query, value)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=plain, scale=how.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int, how: Scores) -> Tensor:
+    """The same with bounded scores, `[heads, q, k]` of them in memory; softmax in float32, as in Transformers."""
+    scores = query @ _every_head(query, key).transpose(2, 3) * how.scaling
+    scores = torch.tanh(scores / how.softcap) * how.softcap + row.mask(place, how.window, query)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ _every_head(query, value)
+
+
+def _every_head(query: Tensor, x: Tensor) -> Tensor:
+    """Key or value heads repeated for the query heads that share them."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _attend_at_once(
+    kernel: Callable[..., Tensor], query: Tensor, keys: list[Tensor], values: list[Tensor], row: Segments, how: Scores
+) -> Tensor:
+    """`[1, T, heads, D]` in one call of FlashAttention, whose causal mask ends at each segment's last key."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, torch.cat(keys, dim=2), torch.cat(values, dim=2)))
+    return kernel(q, k, v, *row.ends(query.device), max(row.lengths), max(row.key_lengths), how)[None]
+
+
+def varlen_kernel(query: Tensor, how: Scores) -> Callable[..., Tensor] | None:
+    """FlashAttention for segments of unequal length, where it serves: the flash-attn package's, else PyTorch's own.
+
+    Served: float16 and bfloat16 on CUDA from compute capability 8.0, heads of at most 256, a multiple of 8.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if query.shape[-1] > 256 or query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return None
+    if is_flash_attn_greater_or_equal("2.6.0"):
+        return _flash_attn_kernel
+    return None if how.softcap is not None else _torch_kernel
+
+
+def _flash_attn_kernel(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int, how: Scores
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        ends_q,
+        ends_k,
+        longest_q,
+        longest_k,
+        softmax_scale=how.scaling,
+        causal=True,
+        window_size=_window(how),
+        softcap=how.softcap or 0.0,
+    )
+
+
+def _torch_kernel(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int, how: Scores
+) -> Tensor:
+    return varlen_attn(
+        q,
+        k,
+        v,
+        ends_q,
+        ends_k,
+        longest_q,
+        longest_k,
+        scale=how.scaling,
+        window_size=_window(how),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _window(how: Scores) -> tuple[int, int]:
+    """Keys left and right of a query's own, as FlashAttention counts them; -1 is no bound."""
+    return (-1, 0) if how.window is None else (how.window - 1, 0)

@@ -1,0 +1,172 @@
+"""The training pass without padding: a group's prompt computed once, its completions behind it, all in one row.
+
+T tokens computed; N prompts, B completions of padded length C; K completion tokens; H hidden.
+
+Every linear layer sees a row `[1, T]`: the prompt of the first group, its completions, the next prompt and so on, each
+token at its own position. A completion's last token predicts nothing and is left out. Attention is ours, handed to
+the model through Transformers' attention interface: a completion attends to its prompt and to itself.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from .attention import NAME, Segment, Segments, Unpackable, packed_attention
+from .batch import Tokens
+
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Allowed || packed - plain || / || plain || of the hidden states; other dtypes and quantized weights: the next one."""
+ROUGH_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One row of tokens."""
+
+    ids: Tensor  # int64 [1, T]
+    positions: Tensor  # int64 [1, T]
+    predicts: Tensor  # int64 [K], the token whose hidden state predicts each completion token, row by row
+    segments: Segments
+
+
+def hidden_states(body: Any, tokens: Tokens, *, packed: bool) -> Tensor:
+    """Hidden states `[K, H]` that predict the completion tokens, row by row, with gradients to the body's weights.
+
+    Packed, or in plain rows for a body that `why_unpacked` names: each completion after its own copy of the prompt,
+    padded on the right, where nothing looks.
+    """
+    if not packed:
+        ids, mask, predicts = plain_rows(tokens)
+        output = body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return output.flatten(0, 1)[predicts]
+    return _run(body, pack(tokens))
+
+
+def why_unpacked(body: Any) -> str | None:
+    """Why this body must run in plain rows, or None where its packed hidden states are those of plain rows.
+
+    What cannot be seen from its configuration is tried: a group of random tokens goes through it both ways, two short
+    forwards without gradients.
+    """
+    config = body.config.get_text_config()
+    if not getattr(body, "_supports_attention_backend", False):
+        return f"{type(body).__name__} does not attend through Transformers' attention interface"
+    kinds = getattr(config, "layer_types", None) or []
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange:
+        return f"it has layers of type {', '.join(strange)}"
+    tokens = _probe_tokens(config.vocab_size, body.device)
+    row = pack(tokens)
+    try:
+        with torch.no_grad():
+            packed, plain = _run(body, row), hidden_states(body, tokens, packed=False)
+    except Unpackable as refusal:
+        return str(refusal)
+    if len(row.segments.windows) != config.num_hidden_layers:
+        return f"{len(row.segments.windows)} of its {config.num_hidden_layers} layers attend through the attention interface"
+    wrong = [layer for layer, window in row.segments.windows.items() if window != _window_of(config, layer)]
+    if wrong:
+        return f"layer {wrong[0]} does not tell its attention the sliding window that its configuration has"
+    difference = float((packed - plain).float().norm() / plain.float().norm())
+    quantized = getattr(body, "is_quantized", False)
+    allowed = ROUGH_TOLERANCE if quantized else PROBE_TOLERANCE.get(plain.dtype, ROUGH_TOLERANCE)
+    if not difference <= allowed:
+        return f"its packed hidden states differ from plain ones by {difference:.1e}, allowed {allowed:.0e}"
+    return None
+
+
+class UsingAttention:
+    """Within it the body attends with the attention of this name; may be entered again and again."""
+
+    def __init__(self, body: Any, name: str) -> None:
+        self.config = body.config.get_text_config()
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.before = self.config._attn_implementation
+        self.config._attn_implementation = self.name
+
+    def __exit__(self, *exception: object) -> None:
+        self.config._attn_implementation = self.before
+
+
+def checkpoint_contexts(body: Any) -> Callable[[], tuple[Any, Any]]:
+    """`context_fn` of torch's activation checkpointing: a layer is computed again with the attention it had."""
+
+    def contexts() -> tuple[Any, Any]:
+        name = body.config.get_text_config()._attn_implementation
+        return contextlib.nullcontext(), UsingAttention(body, name)
+
+    return contexts
+
+
+def _run(body: Any, row: Pack) -> Tensor:
+    AttentionInterface.register(NAME, packed_attention)
+    with UsingAttention(body, NAME):
+        output = body(input_ids=row.ids, position_ids=row.positions, use_cache=False, packed_row=row.segments)
+    return output.last_hidden_state[0][row.predicts]
+
+
+def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
+    """Two prompts, of 3 and 5 tokens; completions of 4, 1, 3 and 2."""
+    ids = torch.randint(vocabulary, (4, 9), generator=torch.Generator().manual_seed(0))
+    prompt_mask = torch.arange(5) >= torch.tensor([[2], [0]])
+    completion_mask = torch.arange(4) < torch.tensor([[4], [1], [3], [2]])
+    held = (ids[:2, :5], prompt_mask, torch.tensor([0, 0, 1, 1]), ids[:, 5:], completion_mask)
+    return Tokens(*(tensor.to(device) for tensor in held))
+
+
+def _window_of(config: Any, layer: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+
+
+def pack(tokens: Tokens) -> Pack:
+    """Lays prompts and completions out in one row."""
+    device = tokens.prompt_ids.device
+    prompt_of, completions = tokens.prompt_of.tolist(), tokens.completion_lengths.tolist()
+    segments: list[Segment] = []
+    ids, positions, predicts = [], [], {}
+    end = 0
+    for n, length in enumerate(tokens.prompt_lengths.tolist()):
+        home, last = len(segments), end + length - 1
+        segments.append(Segment(length, None))
+        ids.append(tokens.prompt_ids[n, tokens.prompt_ids.shape[1] - length :])
+        positions.append(torch.arange(length, device=device))
+        end += length
+        for row in (row for row, prompt in enumerate(prompt_of) if prompt == n):
+            continued = max(completions[row] - 1, 0)
+            places = torch.arange(end - 1, end + continued, device=device)
+            places[0] = last
+            predicts[row] = places[: completions[row]]
+            if continued:
+                segments.append(Segment(continued, home))
+                ids.append(tokens.completion_ids[row, :continued])
+                positions.append(torch.arange(length, length + continued, device=device))
+                end += continued
+    in_order = torch.cat([predicts[row] for row in range(len(tokens))])
+    return Pack(torch.cat(ids)[None], torch.cat(positions)[None], in_order, Segments(segments))
+
+
+def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and mask `[B, L]`, right-padded, and where in `[B * L]` the tokens are that predict the completions `[K]`."""
+    device = tokens.prompt_ids.device
+    prompts = tokens.prompt_lengths[tokens.prompt_of].tolist()
+    completions = tokens.completion_lengths.tolist()
+    lengths = [p + max(c - 1, 0) for p, c in zip(prompts, completions, strict=True)]
+    width = max(lengths)
+    ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=device)
+    predicts = []
+    for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
+        prompt = tokens.prompt_ids[tokens.prompt_of[row], tokens.prompt_ids.shape[1] - p :]
+        ids[row, : lengths[row]] = torch.cat([prompt, tokens.completion_ids[row, : lengths[row] - p]])
+        predicts.append(torch.arange(c, device=device) + row * width + p - 1)
+    mask = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+    return ids, mask.long(), torch.cat(predicts)
