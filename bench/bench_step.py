@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amir.config import ArithmeticTask, LoraSettings, RunConfig
-from amir.reward import Correctness
+from amir.rewards import Correctness
 from amir.smollm2 import MODEL_NAME, smollm2_folder
 from amir.tasks import Example, arithmetic
 from machine import birth_certificate
@@ -248,9 +248,10 @@ def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
 def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     """Our trainer."""
     from amir.load import wrap_policy
+    from amir.prompts import Prompt, prompt_ids
     from amir.rundir import RunDirectory
     from amir.tasks import Task
-    from amir.trainer import Prompt, Trainer, prompt_ids
+    from amir.trainer import Trainer
 
     class InOrder(Trainer):
         """Takes the prompts as they stand, as TRL does with `shuffle_dataset=False`."""
@@ -266,7 +267,7 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
 
         def step(self, metrics: dict[str, Any]) -> None:
             laps.end_step()
-            sampling_seconds.append(metrics["rollout_seconds"])
+            sampling_seconds.append(metrics["rollout_seconds"] + metrics["reward_seconds"])
 
         def say(self, text: str) -> None:
             print(text)
@@ -276,11 +277,11 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     sampling_seconds: list[float] = []
     task = Task(examples(settings), [])
     config = amir_config(contender, settings, folder)
-    longest = max(len(prompt_ids(tokenizer, example.question, config)) for example in task.train)
+    longest = max(len(prompt_ids(tokenizer, example, config)) for example in task.train)
     config = config.model_copy(update={"micro_batch_tokens": MICRO_BATCH * (longest + NEW_TOKENS)})
     directory = RunDirectory(folder / "run", config, resume=False)
     trainer = InOrder(config, wrap_policy(model, tokenizer, config), task, directory, Steps())
-    trainer.grader = make_grader(settings)
+    trainer.rewards.correctness = make_grader(settings)
     trainer.train()
     directory.close()
     return laps.measurement(sampling_seconds, recorded_completions(directory.path))

@@ -50,7 +50,7 @@ class Rewards:
         for s in self.settings:
             _refuse_arguments(s)
         limits = [s.timeout_seconds for s in settings if s.name == "correctness" and s.timeout_seconds]
-        self._correctness = Correctness(limits[0] if limits else JUDGE_SECONDS)
+        self.correctness = Correctness(limits[0] if limits else JUDGE_SECONDS)
         offered = [*OURS, *(c for c in columns if c not in OURS)]
         self._functions = {s.label: _Function(s, offered) for s in settings if s.function is not None}
         for function in self._functions.values():
@@ -61,10 +61,10 @@ class Rewards:
         pending = [f.begin(examples, completions, completion_ids) for f in self._functions.values()]
         notes: list[str] = []
         given = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
-        given_up = self._correctness.given_up
+        given_up = self.correctness.given_up
         if NEED_ANSWERS & {s.name for s in self.settings}:
-            given["correct"] = self._correctness(completions, [example.answer or "" for example in examples])
-        if judged_late := self._correctness.given_up - given_up:
+            given["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
+        if judged_late := self.correctness.given_up - given_up:
             notes.append(f"correctness: {judged_late} answers could not be judged in time and count as wrong")
         values = {name: self._shipped(s, given) for name, s in zip(self.names, self.settings, strict=True) if s.name}
         for function, future in zip(self._functions.values(), pending, strict=True):
@@ -84,7 +84,7 @@ class Rewards:
 
     def close(self) -> None:
         """Ends every process."""
-        self._correctness.close()
+        self.correctness.close()
         for function in self._functions.values():
             function.close()
 
