@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check test wheel test-wheel bench table clean
+.PHONY: help install quickstart check test wheel test-wheel bench table parity clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r word says; do \
@@ -50,6 +50,10 @@ bench: .venv/.bench  ## runs every bench/bench_*.py; each prints and keeps its r
 
 table: install  ## writes the README's numbers from bench/results
 	$(BIN)/python bench/table.py
+
+parity: install  ## measures how far we are from TRL, Liger and verl, and writes the tables of kernels/README.md
+	$(BIN)/python -m pytest -q tests/test_trl_parity.py tests/test_liger_parity.py tests/test_verl_parity.py --keep-parity
+	$(BIN)/python tests/parity.py
 
 clean:  ## removes .venv, dist and the tools' caches
 	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,10 +4,27 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from parity import Parity
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-parity", action="store_true", help="keep the differences to the peers that are measured")
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def parity(request: pytest.FixtureRequest) -> Iterator[Parity]:
+    """Where the parity tests hand in their differences."""
+    found = Parity(request.config.getoption("--keep-parity"))
+    yield found
+    if found.keep:
+        found.write()

