@@ -155,7 +155,8 @@ def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> It
     """Splits the live rows into micro-batches of at most `token_budget` computed tokens, longest first.
 
     `packed` says how the tokens are laid out, and so which are computed (`Tokens.computed`). A group stays together
-    where it fits, since its rows share a prompt and the pair term couples them; one that does not is split into micro-batches of its own, marked `whole=False`. A single row is never split, however long.
+    where it fits, since its rows share a prompt and the pair term couples them; one that does not is split into
+    micro-batches of its own, marked `whole=False`. A single row is never split, however long.
     """
     tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()

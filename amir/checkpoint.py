@@ -74,6 +74,11 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
     return state["step"]
 
 
+def data_position(path: Path) -> int:
+    """How many prompts had been consumed when the checkpoint was saved; it must be one that `load_checkpoint` took."""
+    return json.loads((path / "state.json").read_text())["data_position"]
+
+
 def _checked_state(path: Path, parameters: list[str]) -> dict[str, Any]:
     try:
         state = json.loads((path / "state.json").read_text())

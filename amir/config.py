@@ -240,18 +240,13 @@ class DynamicSamplingSettings(Settings):
     """DAPO's dynamic sampling: groups whose rewards all agree are replaced by groups of the next prompts.
 
     At most `max_rounds` rounds of sampling a step, and none after `min_valid_share` of the step's groups are worth
-    training: 1 fills the step (DAPO), below it is GPG's threshold.
+    training: 1 fills the step (DAPO), below it is GPG's threshold. `by` names the reward that must disagree; unset, it is
+    their weighted sum.
     """
 
     max_rounds: Annotated[int, Field(ge=2, le=100)] = 4
     min_valid_share: Annotated[Number, Field(gt=0, le=1)] = 1.0
-
-
-class OverlongSettings(Settings):
-    """DAPO's soft punishment: 0 up to `max_completion_length - buffer` tokens, falling to -`factor` at the end."""
-
-    buffer: Count
-    factor: Positive = 1.0
+    by: Text | None = None
 
 
 class RunConfig(Settings):
@@ -284,7 +279,6 @@ class RunConfig(Settings):
     top_k: int = 0
     sampler: Annotated[Sampling, Field(discriminator="name")] = GenerateSampling()
     dynamic_sampling: DynamicSamplingSettings | None = None
-    overlong: OverlongSettings | None = None
     # objective
     loss_type: str = "grpo"
     epsilon: NonNegative | None = None
@@ -404,8 +398,9 @@ def _sampling_refusals(c: RunConfig) -> Iterator[str]:
         yield "correction: sampler 'generate' is the trainer itself, there is nothing to correct; leave correction out"
     if c.correction and server and server.dialect == "transformers":
         yield "correction: `transformers serve` gives no log-probs; expected dialect 'vllm', or no correction"
-    if c.overlong and c.overlong.buffer >= c.max_completion_length:
-        yield f"overlong.buffer = {c.overlong.buffer}: expected fewer tokens than max_completion_length"
+    labels = [reward.label for reward in c.rewards]
+    if c.dynamic_sampling and c.dynamic_sampling.by not in (None, *labels):
+        yield f"dynamic_sampling.by = {c.dynamic_sampling.by!r}: expected one of the run's rewards {', '.join(labels)}"
 
 
 def recipe_names() -> list[str]:
@@ -514,7 +509,6 @@ def _known_keys() -> list[str]:
         "sampler": samplers,
         "correction": CorrectionSettings.model_fields,
         "dynamic_sampling": DynamicSamplingSettings.model_fields,
-        "overlong": OverlongSettings.model_fields,
     }
     sampling = [f"{parent}.{key}" for parent, keys in nested.items() for key in keys]
     return [*RunConfig.model_fields, *lora, *(f"task.{key}" for key in tasks), *rewards, *sampling]

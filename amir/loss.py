@@ -16,6 +16,7 @@ from amir_kernels import OBJECTIVES, Objective, amir_loss, preference_loss, pref
 
 from .batch import Batch, MicroBatch, micro_batches, pair_options
 from .config import ConfigError, RunConfig
+from .correction import importance_weight
 from .model import Policy
 
 Sums = Counter[str]
@@ -156,6 +157,7 @@ def _accumulate(
         mask,
         ref_logprobs=None if batch.ref_logprobs is None else _cut(batch.ref_logprobs, rows, mask),
         objective=objective,
+        importance_weight=_correction(batch, rows, old, mask, config),
         entropy=leaves[1] if len(leaves) > 1 else None,
         lambda_reg=config.lambda_reg,
         ref_free=config.ref_free or batch.ref_logprobs is None,
@@ -180,6 +182,12 @@ def _accumulate(
         }
     )
     return logprobs
+
+
+def _correction(batch: Batch, rows: Tensor, old: Tensor, mask: Tensor, config: RunConfig) -> Tensor | None:
+    if config.correction is None or batch.sampled_logprobs is None:
+        return None
+    return importance_weight(old, _cut(batch.sampled_logprobs, rows, mask), mask, config.correction)
 
 
 def _pair_weights(

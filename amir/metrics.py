@@ -40,6 +40,9 @@ METRICS = {
     "chosen_logprob": "mean over pairs of the better completion's mean token log-prob when sampled, nats",
     "rejected_logprob": "the same of the worse completion",
     "zero_variance_share": "share of groups without any advantage: their rewards are all equal",
+    "groups_sampled": "groups sampled for the step, those that dynamic sampling replaced included",
+    "sampling_rounds": "rounds of sampling, more than one with dynamic sampling",
+    "unusable_share": "share of sampled completions that a server's text does not give back token by token",
     "zero_gradient_share": "share of completions that skipped the training forward since their gradient is zero",
     "truncated_share": "share of completions that reached max_completion_length without EOS",
     "completion_tokens": "mean tokens of a completion, EOS included",
@@ -75,9 +78,10 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Ends the lap that has been running."""
+        """Ends the lap that has been running; its time is added to earlier ones of that name."""
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
 
     @property
     def total(self) -> float:
@@ -150,6 +154,9 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "chosen_logprob": _ratio(total.get("chosen_logprob_sum"), pairs),
         "rejected_logprob": _ratio(total.get("rejected_logprob_sum"), pairs),
         "zero_variance_share": total["zero_variance_groups"] / total["groups"],
+        "groups_sampled": int(total["groups_sampled"]),
+        "sampling_rounds": int(total["sampling_rounds"]),
+        "unusable_share": total["unusable"] / (total["groups_sampled"] * config.num_generations),
         "zero_gradient_share": total["dead"] / completions,
         "truncated_share": total["truncated"] / completions,
         "completion_tokens": total["completion_tokens"] / completions,

@@ -1,13 +1,25 @@
-"""Sampling: a prompt is prefilled once, its cache expanded to the group, and Transformers generates from there."""
+"""Sampling: the one method between trainer and sampler, and the sampler that is the trainer's own `generate`.
 
+A prompt is prefilled once, its cache expanded to the group, and Transformers generates from there. The other samplers
+are in `paged.py` and `server.py`.
+
+N prompts, B = N * group_size completions of padded length C.
+"""
+
+import contextlib
+import math
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from .batch import Tokens
+from .config import GenerateSampling, PagedSampling, RunConfig
 from .model import Policy
 
 
@@ -18,6 +30,45 @@ class Rollout:
     tokens: Tokens
     texts: list[str]
     truncated: Tensor  # bool [B], no EOS within the allowed length
+    logprobs: Tensor | None = None
+    """float32 `[B, C]`, nats at the training temperature: the sampler's own, NaN where it gave none. None: it gives
+    none, or is the trainer itself"""
+    unusable: Tensor | None = None
+    """bool `[B]`: rows whose tokens are not surely those that were sampled; they are kept on disk and train nothing"""
+
+
+class Sampler(Protocol):
+    """Where completions come from."""
+
+    def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
+        """`group_size` completions of each prompt (token ids), of the current policy at its temperature, no filters.
+
+        The same weights, prompts and seed give the same completions, as far as the engine behind it does.
+        """
+
+
+def make_sampler(config: RunConfig, policy: Policy, folder: Path, say: Callable[[str], None]) -> Sampler:
+    """The run's sampler; a server gets adapters through `folder`, and its troubles are told by `say`."""
+    if isinstance(config.sampler, GenerateSampling):
+        return Generate(policy)
+    if isinstance(config.sampler, PagedSampling):
+        from .paged import Paged
+
+        return Paged(policy, config.sampler)
+    from .server import Server
+
+    return Server(policy, config, folder, say)
+
+
+@dataclass
+class Generate:
+    """Transformers' `generate` on the policy's own weights."""
+
+    policy: Policy
+
+    def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
+        """See `Sampler`."""
+        return sample(self.policy, prompts, group_size, max_new_tokens, seed)
 
 
 @torch.no_grad()
@@ -26,22 +77,57 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
 
     The same policy, prompts and seed give the same completions; torch's global random state is left untouched.
     """
-    ids, mask = _left_pad(prompts, policy.pad_id)
-    ids, mask = ids.to(policy.device), mask.to(policy.device)
-    devices = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    ids, mask = (t.to(policy.device) for t in _left_pad(prompts, policy.pad_id))
+    with own_random_state(policy.device), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
         output = _generate(policy, ids, mask, group_size, max_new_tokens)
     completion_ids = output[:, ids.shape[1] :]
     completion_mask, truncated = completion_masks(completion_ids, policy.eos_ids)
-    prompt_of = torch.arange(len(prompts), device=ids.device).repeat_interleave(group_size)
+    prompt_of = _prompt_of(len(prompts), len(completion_ids)).to(ids.device)
     tokens = Tokens(ids, mask, prompt_of, completion_ids, completion_mask)
-    texts = [
-        policy.tokenizer.decode(row[keep], skip_special_tokens=True)
-        for row, keep in zip(completion_ids, completion_mask, strict=True)
-    ]
-    return Rollout(tokens, texts, truncated)
+    return Rollout(tokens, _texts(policy, tokens), truncated)
+
+
+def rollout_of(
+    policy: Policy,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    logprobs: list[list[float]] | None = None,
+    unusable: list[bool] | None = None,
+) -> Rollout:
+    """A rollout of completions given as token ids, each prompt's side by side, with the sampler's log-probs."""
+    width = max(len(ids) for ids in completions)
+    inside = torch.arange(width) < torch.tensor([[len(ids)] for ids in completions])
+    not_eos = next(i for i in range(len(policy.eos_ids) + 1) if i not in policy.eos_ids)
+    padded = torch.tensor([[*ids, *[not_eos] * (width - len(ids))] for ids in completions])
+    mask, truncated = completion_masks(padded, policy.eos_ids)
+    padded[~inside] = policy.pad_id
+    parts = (*_left_pad(prompts, policy.pad_id), _prompt_of(len(prompts), len(completions)), padded, mask & inside)
+    tokens = Tokens(*(part.to(policy.device) for part in parts))
+    given = None
+    if logprobs is not None:
+        given = torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in logprobs], device=policy.device)
+    left_out = None if unusable is None else torch.tensor(unusable, device=policy.device)
+    return Rollout(tokens, _texts(policy, tokens), truncated.to(policy.device), given, left_out)
+
+
+def joined(policy: Policy, rollouts: list[Rollout], kept: list[Tensor]) -> Rollout:
+    """The groups `kept` (bool `[N]` each) of several rollouts as one rollout."""
+    prompts: list[list[int]] = []
+    completions: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    unusable: list[bool] = []
+    for rollout, keep in zip(rollouts, kept, strict=True):
+        t = rollout.tokens
+        keep = keep.to(t.prompt_of.device)
+        prompts += [ids[mask].tolist() for ids, mask in zip(t.prompt_ids[keep], t.prompt_mask[keep], strict=True)]
+        for row in torch.nonzero(keep[t.prompt_of]).flatten().tolist():
+            mask = t.completion_mask[row]
+            completions.append(t.completion_ids[row][mask].tolist())
+            logprobs += [] if rollout.logprobs is None else [rollout.logprobs[row][mask].tolist()]
+            unusable.append(False if rollout.unusable is None else bool(rollout.unusable[row]))
+    return rollout_of(policy, prompts, completions, logprobs or None, unusable if any(unusable) else None)
 
 
 def completion_masks(completion_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -55,16 +141,14 @@ def completion_masks(completion_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor
     return ended_before == 0, ~is_eos.any(1)
 
 
+@contextlib.contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """Within it torch's random state may be seeded; afterwards it is what it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
 def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_new_tokens: int) -> Tensor:
-    generation = GenerationConfig(
-        do_sample=True,
-        temperature=policy.temperature,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=policy.eos_ids,
-        pad_token_id=policy.pad_id,
-    )
     cache = {}
     if ids.shape[1] > 1:
         _, prefilled = policy.prefill(ids[:, :-1], mask[:, :-1])
@@ -73,9 +157,33 @@ def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_ne
     return policy.base.generate(
         input_ids=ids.repeat_interleave(group_size, 0),
         attention_mask=mask.repeat_interleave(group_size, 0).long(),
-        generation_config=generation,
+        generation_config=generation_config(policy, max_new_tokens),
         **cache,
     )
+
+
+def generation_config(policy: Policy, max_new_tokens: int) -> GenerationConfig:
+    """The policy's own distribution at its temperature: no filter, no penalty."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=policy.temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=policy.eos_ids,
+        pad_token_id=policy.pad_id,
+    )
+
+
+def _prompt_of(prompts: int, completions: int) -> Tensor:
+    return torch.arange(prompts).repeat_interleave(completions // prompts)
+
+
+def _texts(policy: Policy, tokens: Tokens) -> list[str]:
+    return [
+        policy.tokenizer.decode(row[keep], skip_special_tokens=True)
+        for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)
+    ]
 
 
 def _left_pad(prompts: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

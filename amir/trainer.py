@@ -6,21 +6,23 @@ detached, until a batch is reused), no training forward for completions whose gr
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from .batch import make_batch, weighted_sum
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_result
+from .checkpoint import data_position, latest_checkpoint, load_checkpoint, save_checkpoint, save_result
 from .config import ConfigError, RunConfig
+from .correction import LARGE_MISMATCH
+from .dynamic import Groups
 from .loss import TokenBudget, backward, objective_of, with_reference
 from .metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .model import Policy
 from .optim import apply_update, make_optimizer
 from .prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
 from .rewards import Rewards
-from .rollout import Rollout, sample
+from .rollout import Rollout, Sampler, make_sampler
 from .rundir import RunDirectory
 from .tasks import Example, Task
 
@@ -50,6 +52,8 @@ class Trainer:
     task: Task
     directory: RunDirectory
     display: Display
+    sampler: Sampler | None = None
+    """by default the one that the configuration names"""
 
     def __post_init__(self) -> None:
         self.objective = objective_of(self.config)
@@ -68,7 +72,12 @@ class Trainer:
             raise ConfigError(f"eval_prompts = {self.config.eval_prompts}: the task holds no example out; expected 0")
         columns = dict.fromkeys(name for example in self.task.train for name in example.columns)
         self.rewards = Rewards(self.config.rewards, list(columns))
+        self._sampler = self.sampler or make_sampler(
+            self.config, self.policy, self.directory.path / "server-adapters", self.say
+        )
         self.finished_steps = 0
+        self.data_position = 0
+        self.warned_of_mismatch = False
         self.pairs_seen = 0
 
     def resume(self) -> None:
@@ -76,6 +85,7 @@ class Trainer:
         found = latest_checkpoint(self.directory.checkpoints)
         if found:
             self.finished_steps = load_checkpoint(found, self.policy.model, self.optimizer, self.named)
+            self.data_position = data_position(found)
         self.pairs_seen = sum(row["pairs"] for row in self.directory.rewind(self.finished_steps))
         self.say(f"resumed after step {self.finished_steps}" if found else "no checkpoint yet: starting from step 1")
 
@@ -91,15 +101,10 @@ class Trainer:
                 self._evaluate(0)
             for step in range(self.finished_steps + 1, c.max_steps + 1):
                 clock = Clock()
-                examples = self._examples_of(step)
-                rollout = self._sample(examples, c.num_generations, step)
-                clock.lap("rollout")
-                rewards = self._reward(rollout, examples, c.num_generations)
-                self.directory.record_completions("step", step, completion_rows(examples, rollout, rewards, c))
-                clock.lap("reward")
-
+                groups = self._collect(step, clock)
+                rollout, rewards = groups.chosen(self.policy)
                 batch = make_batch(rollout.tokens, rewards.to(self.policy.device), rollout.truncated, c)
-                batch = with_reference(self.policy, batch, c, self.budget)
+                batch = with_reference(self.policy, replace(batch, sampled_logprobs=rollout.logprobs), c, self.budget)
                 clock.lap("reference")
 
                 for _ in range(c.num_iterations):
@@ -107,7 +112,8 @@ class Trainer:
                     grad_norm = apply_update(self.optimizer, c, step)
                 clock.lap("update")
 
-                sums.update(batch_sums(batch, c), reward_timeouts=self.rewards.timeouts)
+                sums.update(batch_sums(batch, c))
+                sums.update(groups.sums(), reward_timeouts=self.rewards.timeouts)
                 self._report(step_metrics(c, step, sums, grad_norm, clock))
                 if step == c.max_steps or (c.eval_steps and step % c.eval_steps == 0):
                     self._evaluate(step)
@@ -141,24 +147,41 @@ class Trainer:
             self.say(f"held-out {name} after step {step}: {summary[name]:.3f} ({len(rows)} samples)")
 
     def _save(self, step: int) -> None:
-        position = step * self.config.prompts_per_step
-        save_checkpoint(self.directory.checkpoints, step, position, self.policy.model, self.optimizer, self.named)
+        position, model = self.data_position, self.policy.model
+        save_checkpoint(self.directory.checkpoints, step, position, model, self.optimizer, self.named)
 
     def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
         vocabulary = self.policy.support.weight.shape[0]
         return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
 
-    def _examples_of(self, step: int) -> list[Prompt]:
-        """The step's prompts: each epoch is its own permutation of the training prompts, cut into steps."""
-        size, count = len(self.prompts), self.config.prompts_per_step
-        places = range((step - 1) * count, step * count)
+    def _collect(self, step: int, clock: Clock) -> Groups:
+        """The step's groups, sampled and rewarded in a round, or in those that dynamic sampling asks for; all on disk."""
+        c, groups, rows = self.config, Groups(self.config), []
+        while count := groups.missing:
+            stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
+            prompts = self._next_prompts(count)
+            rollout = self._sample(prompts, c.num_generations, stream)
+            clock.lap("rollout")
+            scores = self._reward(rollout, prompts, c.num_generations)
+            kept = groups.add(rollout, scores).repeat_interleave(c.num_generations).tolist()
+            made = completion_rows(prompts, rollout, scores, c)
+            rows += [row | {"trained": keep} for row, keep in zip(made, kept, strict=True)]
+            self.directory.record_completions("step", step, rows)
+            clock.lap("reward")
+        return groups
+
+    def _next_prompts(self, count: int) -> list[Prompt]:
+        """The next prompts, which count as consumed: each epoch is its own permutation of the training prompts."""
+        size = len(self.prompts)
+        places = range(self.data_position, self.data_position + count)
+        self.data_position += count
         orders = {epoch: _permutation(size, self.config.seed, epoch) for epoch in {place // size for place in places}}
         return [self.prompts[orders[place // size][place % size]] for place in places]
 
-    def _sample(self, prompts: list[Prompt], group_size: int, stream: int) -> Rollout:
+    def _sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout:
         seed = derived_seed(self.config.seed, stream)
         ids = [prompt.ids for prompt in prompts]
-        return sample(self.policy, ids, group_size, self.config.max_completion_length, seed)
+        return self._sampler.sample(ids, group_size, self.config.max_completion_length, seed)
 
     def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> torch.Tensor:
         """What each reward function gives each completion, float32 `[B, F]`, NaN where nothing."""
@@ -168,12 +191,19 @@ class Trainer:
         scores = self.rewards(examples, rollout.texts, ids)
         for note in scores.notes:
             self.say(note)
-        return torch.tensor(scores.values).T.contiguous()
+        values = torch.tensor(scores.values).T.contiguous()
+        return values if rollout.unusable is None else values.masked_fill(rollout.unusable.cpu()[:, None], math.nan)
 
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
         self.display.step(metrics)
         self.pairs_seen += metrics["pairs"]
+        if (metrics["mismatch"] or 0.0) > LARGE_MISMATCH and not self.warned_of_mismatch:
+            self.warned_of_mismatch = True
+            self.say(
+                f"warning: the sampler's log-probs are {metrics['mismatch']:.3f} nats a token from the trainer's: compare "
+                "the two's dtype, temperature and adapter; `correction` weighs the difference within its bounds"
+            )
         if self.config.lambda_reg > 0 and metrics["step"] == NO_PAIR_STEPS and self.pairs_seen == 0:
             self.say(
                 f"warning: lambda_reg = {self.config.lambda_reg} but no pair was formed in {NO_PAIR_STEPS} steps: all "
@@ -206,7 +236,7 @@ def completion_rows(
     ]
 
 
-def derived_seed(seed: int, stream: int) -> int:
+def derived_seed(seed: int, stream: int | str) -> int:
     """A seed of its own for each stream of a run (a step, an evaluation), so that resuming needs no sampler state."""
     return random.Random(f"{seed}/{stream}").getrandbits(63)
 

@@ -256,8 +256,9 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     class InOrder(Trainer):
         """Takes the prompts as they stand, as TRL does with `shuffle_dataset=False`."""
 
-        def _examples_of(self, step: int) -> list[Prompt]:
-            return self.prompts[(step - 1) * PROMPTS : step * PROMPTS]
+        def _next_prompts(self, count: int) -> list[Prompt]:
+            self.data_position += count
+            return self.prompts[self.data_position - count : self.data_position]
 
     class Steps:
         """A display that shows nothing."""

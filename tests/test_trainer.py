@@ -310,7 +310,7 @@ def test_prompts_too_long_are_counted_and_none_left_is_refused(tmp_path) -> None
 def test_every_prompt_is_seen_once_an_epoch(tmp_path) -> None:
     made = trainer(tmp_path, run_config(prompts_per_step=7))
     size = len(made.prompts)
-    seen = [p.example.question for step in range(1, size + 1) for p in made._examples_of(step)]
+    seen = [p.example.question for _ in range(size) for p in made._next_prompts(7)]
     assert len(seen) == 7 * size
     for epoch in range(7):
         assert len(set(seen[epoch * size : (epoch + 1) * size])) == size

@@ -1,0 +1,68 @@
+"""Sampling by Transformers' continuous batching: paged attention on the policy's own weights, no padding, no waiting.
+
+Every completion that ends makes room for the next one, and a prompt is prefilled once for its group. The weights are
+those in memory, so nothing is pushed; the arithmetic is another than the trainer's, so log-probs come along.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from .config import PagedSampling, RunStopped
+from .model import Policy
+from .rollout import Rollout, generation_config, own_random_state, rollout_of
+
+PAGE, FLASH_PAGE = 32, 256
+"""Tokens of a page of the cache: flash-attention's paged kernel wants 256; for a mask, empty places are a waste."""
+
+LEAST_BATCH_TOKENS = 512
+
+
+@dataclass
+class Paged:
+    """The sampler `paged`."""
+
+    policy: Policy
+    settings: PagedSampling
+
+    def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
+        """See `Sampler`. RunStopped where the engine gave up; it logs why."""
+        generation = generation_config(self.policy, max_new_tokens)
+        generation.num_return_sequences = group_size
+        engine = self._engine(prompts, group_size, max_new_tokens, seed)
+        try:
+            with own_random_state(self.policy.device):
+                found = self.policy.base.generate_batch(prompts, generation, engine)
+        except MemoryError as error:
+            raise RunStopped(f"sampler paged: {error}; expected a smaller sampler.cache_tokens") from None
+        outputs = list(found.values())
+        failed = [output.error for output in outputs if output.error is not None]
+        if failed or len(outputs) != len(prompts) * group_size:
+            reason = failed[0] if failed else f"{len(outputs)} of {len(prompts) * group_size} completions came back"
+            raise RunStopped(f"sampler paged: generate_batch failed: {reason}")
+        return rollout_of(
+            self.policy,
+            prompts,
+            [output.generated_tokens for output in outputs],
+            [output.logprobs for output in outputs],
+        )
+
+    def _engine(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Any:
+        """A cache for the whole rollout, or for `cache_tokens`; completions that find no room wait.
+
+        It never switches to another attention than the policy's, which could be one fetched from the hub.
+        """
+        page = FLASH_PAGE if "flash" in self.policy.base.config._attn_implementation else PAGE
+        pages = sum(group_size * (-(-(len(ids) + max_new_tokens) // page) + 1) for ids in prompts)
+        if self.settings.cache_tokens is not None:
+            pages = min(pages, self.settings.cache_tokens // page)
+        return ContinuousBatchingConfig(
+            page_size=page,
+            num_blocks=pages,
+            max_batch_tokens=self.settings.batch_tokens or max(LEAST_BATCH_TOKENS, len(prompts) * group_size),
+            return_logprobs=True,
+            seed=seed,
+            auto_switch_to_flash=False,
+            use_cuda_graph=False,
+        )

@@ -1,0 +1,106 @@
+"""The dialect of `transformers serve`: text both ways, one completion a request, no log-probs, models loaded by path.
+
+The server reads an adapter from a folder that also links the base model's files, so base weights lie on disk once. It
+streams a piece of text a token; a completion whose own tokens give other pieces is not what was sampled, and unusable.
+For trying things out: the requests of a rollout follow one another, since the server seeds itself for each.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from tokenizers.decoders import DecodeStream
+from transformers.pipelines import pipeline
+
+from .config import ConfigError
+from .model import Policy
+from .rollout import generation_config
+from .server import Client, Completion, Probe
+
+QUESTION = {
+    "state": "1 + 1",
+    "questions": {
+        "probe": {
+            "type": "choice",
+            "instructions": "Which one?",
+            "criteria": {"first": "one", "second": "two", "third": "three", "fourth": "four"},
+        }
+    },
+}
+"""What the server's decision endpoint answers with probabilities: the only ones it gives."""
+
+
+class TransformersServe:
+    """See `Dialect`."""
+
+    concurrent = False
+
+    def __init__(self, policy: Policy, client: Client) -> None:
+        self._policy, self._client = policy, client
+        self._base = Path(policy.base.config._name_or_path)
+        if not self._base.is_dir():
+            self._base = Path(snapshot_download(policy.base.config._name_or_path, local_files_only=True))
+        self._path = ""
+
+    def load(self, name: str, folder: Path) -> None:
+        """See `Dialect`."""
+        for file in self._base.iterdir():
+            if not (folder / file.name).exists():
+                (folder / file.name).symlink_to(file.resolve())
+        self._path = str(folder)
+        self._client.post("/reset", {})  # it unloads nothing by itself for minutes
+        events = self._client.events("/load_model", {"model": self._path})
+        if not any(event["status"] == "ready" for event in events):
+            raise ConfigError(f"sampler server: it did not load {self._path}: {events}")
+
+    def unload(self, name: str, folder: Path) -> None:
+        """See `Dialect`: loading another has done so."""
+
+    def complete(self, prompt: list[int], count: int, max_new_tokens: int, seed: int) -> list[Completion]:
+        """See `Dialect`."""
+        seeds = random.Random(seed)
+        text = self._as_text(prompt)
+        return [self._one(text, max_new_tokens, seeds.getrandbits(31)) for _ in range(count)]
+
+    def probe(self, prompts: list[list[int]]) -> Probe:
+        """See `Dialect`: how the weights answer a question, by the server's decision endpoint and by the same here."""
+        there = self._client.post("/v1/systemone", {"model": self._path, **QUESTION})
+        decide = pipeline("decision", self._policy.base, tokenizer=self._policy.tokenizer, device=self._policy.device)
+        here = decide(QUESTION)
+        found = [answers["probe"]["probabilities"] for answers in (there["answers"], here)]
+        return {option: (math.log(found[0][option]), math.log(found[1][option])) for option in found[1]}
+
+    def _as_text(self, prompt: list[int]) -> str:
+        tokenizer = self._policy.tokenizer
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
+            if tokenizer(candidate)["input_ids"] == prompt:
+                return candidate
+        raise ConfigError(f"sampler server: the prompt {text!r} has other tokens when it is read as text; use 'vllm'")
+
+    def _one(self, text: str, max_new_tokens: int, seed: int) -> Completion:
+        wanted = generation_config(self._policy, max_new_tokens)
+        wanted.eos_token_id = [self._policy.tokenizer.eos_token_id]  # which of several it was, text does not tell
+        body = {
+            "model": self._path,
+            "prompt": text,
+            "seed": seed,
+            "stream": True,
+            "generation_config": json.dumps(wanted.to_diff_dict()),
+        }
+        *events, last = self._client.events("/v1/completions", body)
+        pieces = [event["choices"][0]["text"] for event in events]
+        return self._completion(pieces, last)
+
+    def _completion(self, pieces: list[str], last: dict[str, Any]) -> Completion:
+        tokenizer = self._policy.tokenizer
+        ids = tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
+        stream = DecodeStream([], skip_special_tokens=True)
+        again = [piece for token in ids if (piece := stream.step(tokenizer._tokenizer, token)) is not None]
+        if last["choices"][0]["finish_reason"] == "stop":
+            ids.append(tokenizer.eos_token_id)
+        exact = again == [piece for piece in pieces if piece] and len(ids) == last["usage"]["completion_tokens"]
+        return Completion(ids or [tokenizer.eos_token_id], None, usable=exact)
