@@ -1,0 +1,246 @@
+"""Your own rows: every format gives the same examples, errors name file and line, nothing is trained and held out."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amir.config import ConfigError, DatasetTask
+from amir.prompts import encode_prompts, prompt_ids, refuse_foreign_tokenizer
+from amir.tasks import TASKS, Example, Task
+from amir.tasks.rows import read_rows
+from tiny import VOCAB, run_config, tokenizer
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "topic": "sums\nand, more"} for n in range(10)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def load(path: object, **settings: object) -> Task:
+    if "messages" not in settings:
+        settings.setdefault("prompt", "{question}")
+    return TASKS["dataset"](DatasetTask.model_validate({"name": "dataset", "path": str(path)} | settings))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_every_format_gives_the_same_examples(tmp_path: Path, ending: str) -> None:
+    task = load(write(tmp_path / f"rows.{ending}", ROWS), prompt="{{Q}} {question}\n{topic}:")
+    assert [e.question for e in task.train] == [f"{{Q}} {row['question']}\n{row['topic']}:" for row in ROWS]
+    assert [e.answer for e in task.train] == [row["answer"] for row in ROWS]
+    assert [e.columns for e in task.train] == ROWS
+    assert task.held_out == []
+
+
+def test_a_dataset_of_the_library_is_read_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write(folder / "train.jsonl", ROWS[:7])
+    write(folder / "test.jsonl", ROWS[7:])
+    task = load(folder, held_out_split="test")
+    assert [len(task.train), len(task.held_out)] == [7, 3]
+    assert task.train[0].columns == ROWS[0]
+    with pytest.raises(ConfigError, match=r"mine.*load_dataset says.*\bdev\b"):
+        load(folder, split="dev")
+    with pytest.raises(ConfigError, match=r"absent.*no file that ends in .jsonl.*load_dataset says"):
+        load(tmp_path / "absent")
+
+
+def test_a_held_out_share_is_the_same_rows_every_time_and_all_of_them_somewhere(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    first, second = (load(path, held_out=0.3) for _ in range(2))
+    assert first == second
+    assert len(first.held_out) == 3
+    assert {e.question for e in first.train + first.held_out} == {row["question"] for row in ROWS}
+    assert [e.question for e in first.held_out] != [row["question"] for row in ROWS[7:]]
+    with pytest.raises(ConfigError, match=r"held_out = 0.01: that is 0 of 10 rows"):
+        load(path, held_out=0.01)
+
+
+def test_what_is_held_out_is_not_trained_on_and_that_is_said(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", ROWS)
+    held = write(tmp_path / "held.csv", [ROWS[2] | {"question": "What  is 2 + 1?\n"}, ROWS[5]])
+    task = load(train, held_out_path=str(held))
+    assert [len(task.train), len(task.held_out)] == [8, 2]
+    assert "2 training examples ask what a held-out one asks" in task.notes[0]
+    with pytest.raises(ConfigError, match="every training example asks what a held-out one asks"):
+        load(train, held_out_path=str(train))
+    twins = load(write(tmp_path / "twins.jsonl", ROWS * 2), held_out=0.25)
+    assert not {e.question for e in twins.train} & {e.question for e in twins.held_out}
+
+
+@pytest.mark.parametrize(
+    ("text", "format_", "expected"),
+    [
+        ("so\n#### 1,234", "gsm8k", "1234"),
+        ("so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "boxed", "\\frac{1}{2}"),
+        (27.0, "plain", "27.0"),
+        (-5, "plain", "-5"),
+        (["1", "x"], "plain", "1, x"),
+        ("a\nb", "plain", "a\nb"),
+    ],
+)
+def test_answers(tmp_path: Path, text: object, format_: str, expected: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": text}])
+    assert load(path, answer_format=format_).train[0].answer == expected
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 2 + 2"},
+]
+
+
+def test_chat_columns_are_rendered_by_the_template(tmp_path: Path) -> None:
+    example = load(write(tmp_path / "rows.jsonl", [{"chat": CHAT, "answer": 4}]), messages="chat").train[0]
+    assert example.question == "and 2 + 2"
+    tiny = tokenizer()
+    assert tiny.decode(prompt_ids(tiny, example, run_config())).replace(" ", "") == "Bebrief.1+12and2+2="
+    with pytest.raises(ConfigError, match="hold one already"):
+        prompt_ids(tiny, example, run_config(system_prompt="think"))
+    tiny.chat_template = None
+    with pytest.raises(ConfigError, match=r"task.messages: the model has no chat template"):
+        prompt_ids(tiny, example, run_config())
+
+
+def test_a_shipped_system_prompt_is_named(tmp_path: Path) -> None:
+    tiny = tokenizer()
+    shipped, own = (
+        tiny.decode(prompt_ids(tiny, Example("1+1", "2"), run_config(system_prompt=text)))
+        for text in ("calibrated", "Be brief.")
+    )
+    assert "< c o n f i d e n c e >" in shipped
+    assert own.startswith("B e")
+
+
+LINES = [
+    ("{oops", "rows.jsonl, line 3: not JSON"),
+    ("[" * 100_000, "rows.jsonl, line 3: not JSON"),
+    ("[1]", "line 3: expected an object with columns, got a list"),
+    ('{"answer": "1", "topic": 2}', "line 3: no column 'question'; there are 'answer', 'topic'"),
+    ('{"question": "q"}', "line 3: no column 'answer'; there are 'question'"),
+    ('{"question": null, "answer": "1"}', "line 3: column 'question' holds None"),
+    ('{"question": "q", "answer": NaN}', "line 3: column 'answer' holds nan"),
+    ('{"question": " ", "answer": "1"}', "line 3: its prompt is empty"),
+    ('{"question": {"a": 1}, "answer": "1"}', "line 3: column 'question' holds a dict"),
+    ('{"question": "q", "answer": ""}', "line 3: column 'answer' holds no text"),
+    ('{"question": "q", "answer": [[1]]}', "line 3: column 'answer' holds a list"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), LINES, ids=[words for _, words in LINES])
+def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS[:1])
+    path.write_text(path.read_text() + "\n" + line + "\n" + json.dumps(ROWS[1]) + "\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.csv", "question,answer\n1,2\n1,2,3\n", "a.csv, line 3: 3 cells under 2 columns"),
+        ("a.csv", 'question,answer\n"1,2\n', "a.csv, line 2: not CSV"),
+        ("a.csv", "question,question\n1,2\n", "line 1: column 'question' stands twice"),
+        ("a.csv", "question,answer\n", "holds no row"),
+        ("a.json", '{"question": "q"}', "expected a list of objects, got a dict"),
+        ("a.json", "[1]", "a.json, item 1: expected an object"),
+        ("a.jsonl", "\n\n", "holds no row"),
+        ("a.parquet", "no", "a.parquet: not parquet"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / name)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hello", "holds no list of messages"),
+        ([], "holds no list of messages"),
+        ([{"role": "usr", "content": "q"}], "message 0: expected a role (system, user, assistant)"),
+        ([{"role": "user", "content": 3}], "message 0"),
+        (CHAT[:3], "ends with assistant; expected the user's turn last"),
+    ],
+)
+def test_broken_messages_are_named(tmp_path: Path, messages: object, words: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"chat": messages, "answer": 4}])
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1") as refused:
+        load(path, messages="chat")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("prompt", ["{question", "{question.upper}", "{question!r}", "{question:>9}", "{}", "{0}"])
+def test_a_template_takes_columns_alone(tmp_path: Path, prompt: str) -> None:
+    with pytest.raises(ConfigError, match=r"task.prompt|no column"):
+        load(write(tmp_path / "rows.jsonl", ROWS), prompt=prompt)
+
+
+def test_a_file_has_no_split(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.split = 'test'.*is one file"):
+        read_rows(str(write(tmp_path / "rows.jsonl", ROWS)), split="test")
+
+
+def test_prompts_out_of_bounds_are_left_out_and_counted_or_refused() -> None:
+    examples = [Example("1" * n, "1") for n in (3, 9, 20, 30)]
+    said: list[str] = []
+    config = run_config(max_prompt_length=20, min_prompt_length=5)
+    kept = encode_prompts(examples, tokenizer(), config, "training", VOCAB, said.append)
+    assert [len(prompt.ids) for prompt in kept] == [10]
+    assert said == [
+        "2 of 4 training prompts exceed max_prompt_length, left out",
+        "1 of 4 training prompts fall short of min_prompt_length, left out",
+    ]
+    with pytest.raises(ConfigError, match=r"training prompt 3 has 21 tokens.*'refuse'.*begins '1111"):
+        encode_prompts(
+            examples, tokenizer(), run_config(max_prompt_length=20, overlong_prompts="refuse"), "training", VOCAB, print
+        )
+
+
+def test_held_out_prompts_are_encoded_only_as_far_as_they_are_wanted() -> None:
+    def examples():
+        yield from [Example("1" * 30, "1"), Example("2", "1"), Example("3", "1"), Example("4", "1")]
+        raise AssertionError("read too far")
+
+    config = run_config(max_prompt_length=20)
+    assert encode_prompts(examples(), tokenizer(), config, "held-out", VOCAB, print, limit=0) == []
+    kept = encode_prompts(examples(), tokenizer(), config, "held-out", VOCAB, print, limit=2)
+    assert [prompt.example.question for prompt in kept] == ["2", "3"]
+
+
+def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+    tiny = tokenizer()
+    refuse_foreign_tokenizer(tiny, [0, 1], len(tiny))
+    with pytest.raises(ConfigError, match=r"hold 60 tokens, but the tokenizer has its 98 tokens"):
+        refuse_foreign_tokenizer(tiny, [0, 1], 60)
+    with pytest.raises(ConfigError, match="has its token 200"):
+        refuse_foreign_tokenizer(tiny, [0, 200], VOCAB)
+    tiny.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    refuse_foreign_tokenizer(tiny, [0, 1], 98)
+    with pytest.raises(ConfigError, match=r"prompt 2 holds token 98; the model's embeddings have 98"):
+        encode_prompts([Example("a", "1"), Example("<image>", "1")], tiny, run_config(), "training", 98, print)
