@@ -49,14 +49,16 @@ class FormedSweep(Sweep):
         self._loss_slope = loss_slope
         self._tiles = Tiles(head, ranges)
         self.logprob = torch.zeros(index.shape[0], dtype=head.accumulate, device=hidden.device)
-        self._logits = self.logprob.new_empty(ranges.tallest, round_up(head.weight.shape[0], ROW_MULTIPLE))
+        self._logits = self.logprob.new_empty(ranges.tallest * round_up(head.weight.shape[0], ROW_MULTIPLE))
         none = Slopes(self.logprob, self.logprob, None, self.logprob)
         super().__init__(
             head, hidden, target, temperature, index, none, None, wanted, ranges, self._form_in_place, partial=False
         )
 
     def _tile(self, block: RowBlock, start: int, stop: int) -> Tensor:
-        return self._logits[: block.padded, start : start + round_up(stop - start, ROW_MULTIPLE)]
+        """Each tile is contiguous: the products are slower into rows that lie a whole vocabulary apart."""
+        width = round_up(stop - start, ROW_MULTIPLE)
+        return self._logits[block.padded * start :][: block.padded * width].view(block.padded, width)
 
     def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
         head, rows = self.head, slice(0, last - first)
