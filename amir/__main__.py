@@ -9,11 +9,14 @@ from typing import Annotated
 
 import typer
 
-from .config import ConfigError, RunConfig, config_yaml, load_config, recipe_names
+from .config import ConfigError, RunConfig, RunStopped, config_yaml, load_config, recipe_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 FAILED, WRONG_USAGE = 1, 2
+
+
+_GO_ON = "the same command with --resume goes on from the latest checkpoint"
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,7 +47,10 @@ def train(
     try:
         _train(run, config, resume)
     except KeyboardInterrupt:
-        typer.echo("amir: interrupted; the same command with --resume goes on from the latest checkpoint", err=True)
+        typer.echo(f"amir: interrupted; {_GO_ON}", err=True)
+        raise typer.Exit(FAILED) from None
+    except (OSError, RunStopped) as error:
+        typer.echo(f"amir: {error}; what was written before is kept: {_GO_ON}", err=True)
         raise typer.Exit(FAILED) from None
 
 

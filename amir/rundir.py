@@ -10,10 +10,12 @@ log.txt            what was said
 superseded/        steps after the checkpoint that a resumed run took again
 """
 
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,12 +26,18 @@ from .config import ConfigError, RunConfig, config_yaml
 
 
 class RunDirectory:
-    """Opens (and locks) a run's folder; `resume` continues in one that exists, otherwise it must be new."""
+    """Opens (and locks) a run's folder; `resume` continues in one that exists, otherwise it must be new.
+
+    A run that never starts leaves nothing: what was said is written, and the folder stays, from `start` on.
+    """
 
     def __init__(self, path: Path, config: RunConfig, *, resume: bool) -> None:
         self.path = path
         check_run_directory(path, config, resume=resume)
         self._config = config
+        self._started = resume
+        self._unwritten: list[str] = []
+        self._made = [folder for folder in [path, *path.parents] if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path / ".lock")
         try:
@@ -41,6 +49,9 @@ class RunDirectory:
         """Makes it a run's folder: from now on it holds its config, and starting anew in it is refused."""
         (self.path / "completions").mkdir(exist_ok=True)
         write_atomically(self.path / "config.yaml", config_yaml(self._config))
+        self._started = True
+        for text in self._unwritten:
+            self.log(text)
 
     @property
     def checkpoints(self) -> Path:
@@ -71,7 +82,8 @@ class RunDirectory:
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
-        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / f"{name}.jsonl"
+        with _named(path), path.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
             file.flush()
             os.fsync(file.fileno())
@@ -81,8 +93,11 @@ class RunDirectory:
         _write_lines(self.path / "completions" / f"{kind}-{step:06d}.jsonl", rows)
 
     def log(self, text: str) -> None:
-        """Appends a dated line to log.txt."""
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+        """Appends a dated line to log.txt, once the run has started."""
+        if not self._started:
+            self._unwritten.append(text)
+            return
+        with _named(self.path / "log.txt"), (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def __enter__(self) -> Self:
@@ -94,8 +109,13 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Gives the folder free; removes it where the run never started and this object made it."""
+        if not self._started:
+            (self.path / ".lock").unlink(missing_ok=True)
         self._lock.release()
+        for folder in self._made if not self._started else ():
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
@@ -113,11 +133,21 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a temporary file, then renames it: a reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with _named(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Gives an OSError of a write (a full disk's, say) the name of the file that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

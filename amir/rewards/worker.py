@@ -63,8 +63,9 @@ def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
     except Exception as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
-        where = "".join(traceback.format_exception(error)[-3:])
-        raise RewardError(f"raised {type(error).__name__}: {error}\n{where}") from None
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        where = "; ".join(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in frames[-3:])
+        raise RewardError(f"raised {type(error).__name__}: {error} ({where})") from None
     return floats(result, count)
 
 

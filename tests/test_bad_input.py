@@ -1,0 +1,295 @@
+"""What a newcomer gets wrong, through the command itself: exit code 1 or 2, one clear message, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+
+import amir.__main__
+from amir.config import config_yaml
+from tiny import model, run_config, tokenizer
+
+FIELDS = yaml.safe_load(config_yaml(run_config(eval_prompts=0, max_steps=1, save_steps=1, num_generations=2)))
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """Runs `amir ARGUMENTS` in this process; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["amir", *arguments])
+        with pytest.raises(SystemExit) as left:
+            amir.__main__.main()
+        torch.set_num_threads(threads)
+        told = capsys.readouterr()
+        return int(left.value.code or 0), told.out, told.err
+
+    return run
+
+
+def write(path: Path, **changes: object) -> str:
+    path.write_text(yaml.safe_dump({key: value for key, value in (FIELDS | changes).items() if value is not ...}))
+    return str(path)
+
+
+def refused(told: tuple[int, str, str], words: str, code: int = 2) -> None:
+    """One clear message: short, without a traceback, with what was wrong."""
+    assert told[0] == code, told
+    assert words in told[2], told
+    assert "Traceback" not in told[2] + told[1]
+    assert len(told[2]) < 700, told[2]
+
+
+DATA = {
+    "empty.jsonl": "",
+    "broken.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": "1+',
+    "column.jsonl": '{"question": "1+1", "answer": "2"}\n{"problem": "1+1", "answer": "2"}\n',
+    "good.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "3"}\n',
+    "long.jsonl": json.dumps({"question": "1" * 500, "answer": "2"}) + "\n",
+}
+
+
+def rows(name: str, **settings: object) -> dict[str, object]:
+    return {"name": "dataset", "path": name, "prompt": "{question}", **settings}
+
+
+CASES: dict[str, tuple[dict[str, object], str]] = {
+    "misspelt key": ({"learning_rat": 1}, "unknown key 'learning_rat' (value 1); nearest: 'learning_rate'"),
+    "misspelt task key": ({"task": rows("good.jsonl", promt="x")}, "unknown key 'task.promt'"),
+    "misspelt reward": ({"rewards": [{"name": "corectness"}]}, "nearest: 'correctness'"),
+    "misspelt reward key": ({"rewards": [{"name": "integer", "wait": 1}]}, "unknown key 'rewards.0.wait'"),
+    "no reward": ({"rewards": []}, "rewards"),
+    "same reward twice": ({"rewards": [{"name": "integer"}] * 2}, "two are called 'integer'"),
+    "a reward of neither kind": ({"rewards": [{"weight": 1}]}, "expected either name"),
+    "a function that is none": ({"rewards": [{"function": "mine.py"}]}, "expected module:function"),
+    "a function that is not there": ({"rewards": [{"function": "mine.py:score"}]}, "mine.py: no such file"),
+    "temperature 0": ({"temperature": 0}, "temperature = 0: expected greater than 0"),
+    "temperature below 0": ({"temperature": -1}, "temperature = -1"),
+    "a group of one with pairs": ({"num_generations": 1}, "num_generations = 1: expected greater than or equal to 2"),
+    "a group of one without": ({"num_generations": 1, "lambda_reg": 0}, "num_generations = 1"),
+    "not a number": ({"learning_rate": float("nan")}, "learning_rate = nan: expected a finite number"),
+    "infinity": ({"max_grad_norm": float("inf")}, "max_grad_norm = inf"),
+    "words for a number": ({"max_steps": "many"}, "max_steps = 'many'"),
+    "a list for a number": ({"max_steps": [1]}, "max_steps = [1]"),
+    "null for a number": ({"max_steps": None}, "max_steps = None"),
+    "a huge count": ({"prompts_per_step": 10**30}, "prompts_per_step = 1000"),
+    "a negative count": ({"max_completion_length": -5}, "max_completion_length = -5"),
+    "no model": ({"model": ...}, "model: missing"),
+    "a model that is not there": ({"model": "./nowhere"}, "expected a folder with config.json and weights"),
+    "a model without weights": ({"model": "weightless"}, "model = 'weightless'"),
+    "a model of a smaller vocabulary": ({"model": "small"}, "hold 40 tokens, but the tokenizer has its 98 tokens"),
+    "empty dataset": ({"task": rows("empty.jsonl")}, "task.path = 'empty.jsonl': holds no row"),
+    "broken line": ({"task": rows("broken.jsonl")}, "broken.jsonl, line 2: not JSON"),
+    "missing column": ({"task": rows("column.jsonl")}, "line 2: no column 'question'; there are 'problem', 'answer'"),
+    "missing file": ({"task": rows("absent.jsonl")}, "task.path = 'absent.jsonl': no such file"),
+    "a folder for a file": ({"task": rows("folder.jsonl")}, "task.path = 'folder.jsonl': no such file"),
+    "no prompt": ({"task": {"name": "dataset", "path": "good.jsonl"}}, "expected either prompt"),
+    "prompts too long": ({"task": rows("long.jsonl")}, "no training prompt is left"),
+    "prompts too long, refused": ({"task": rows("long.jsonl"), "overlong_prompts": "refuse"}, "has 501 tokens"),
+    "nothing held out": ({"task": rows("good.jsonl"), "eval_prompts": 1}, "the task holds no example out"),
+    "no answers": ({"task": rows("good.jsonl", answer=None)}, "correctness judges answers; name their column"),
+    "more positions than the model has": ({"max_prompt_length": 9999}, "the model's 256 positions"),
+    "folder not to be written": ({"output_dir": "good.jsonl/x"}, "is not a folder that can be written to"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_run_is_refused_and_leaves_nothing(case: str, command: Command, tiny_folder: Path) -> None:
+    for name, text in DATA.items():
+        Path(name).write_text(text)
+    Path("folder.jsonl").mkdir()
+    if "weightless" in CASES[case][1]:
+        Path("weightless").mkdir()
+        for file in tiny_folder.glob("*.json"):
+            Path("weightless", file.name).write_bytes(file.read_bytes())
+    if "hold 40" in CASES[case][1]:
+        small = model()
+        small.resize_token_embeddings(40)
+        small.save_pretrained("small")
+        tokenizer().save_pretrained("small")
+    changes = {"model": str(tiny_folder), "output_dir": "out/run", **CASES[case][0]}
+    path = write(Path("run.yaml"), **changes)
+    before = sorted(Path().rglob("*"))
+    refused(command("train", path), CASES[case][1])
+    assert sorted(Path().rglob("*")) == before
+
+
+FILES = {
+    "not YAML": (b"model: [", "not YAML"),
+    "a key twice": (b"model: x\nmodel: y\n", "key 'model' stands twice"),
+    "a nested key twice": (b"model: x\nlora:\n  r: 1\n  r: 2\n", "key 'r' stands twice"),
+    "a list": (b"- model\n", "expected keys and values, got list"),
+    "nothing": (b"", "expected keys and values, got NoneType"),
+    "not UTF-8": (b"model: \xff", "not UTF-8"),
+    "an impossible date": (b"model: 2020-99-99\n", "not YAML"),
+    "an endless number": (b"seed: " + b"9" * 5000, "not YAML"),
+    "no end of brackets": (b"model: " + b"[" * 5000, "not YAML"),
+    "a NUL": (b"model: a\0b", "not YAML"),
+    "a tag that would run code": (b"model: !!python/object/apply:os.getcwd []", "not YAML"),
+    "a key that is a list": (b"? [a, b]\n: 1\n", "not YAML"),
+    "a key that is a number": (b"1: 2\n", "1"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_refused(case: str, command: Command) -> None:
+    Path("run.yaml").write_bytes(FILES[case][0])
+    refused(command("train", "run.yaml"), FILES[case][1])
+
+
+def test_bad_words_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("folder.yaml").mkdir()
+    for arguments, words in [
+        (["train", "quickstrat"], "nearest: 'quickstart'"),
+        (["train", "folder.yaml"], "expected a YAML file or one of the recipes"),
+        (["train", "absent.yaml"], "expected a YAML file"),
+        (["train", "quickstart", "--set", "seed"], "expected key=value"),
+        (["train", "quickstart", "--set", "=1"], "unknown key ''"),
+        (["train", "quickstart", "--set", "seed=" + "9" * 5000], "not YAML"),
+        (["train", "quickstart", "--set", "seed.x=1"], "seed holds a value"),
+        (["train", "quickstart", "--resume"], "no run to resume"),
+        (["train"], "Missing argument"),
+        (["train", "quickstart", "extra"], "extra"),
+        (["trian", "quickstart"], "trian"),
+    ]:
+        told = command(*arguments)
+        assert told[0] == 2, told
+        assert words in told[2], told
+        assert "Traceback" not in told[2]
+    Path("run.yaml").write_text("model: x")
+    monkeypatch.setattr(
+        Path, "read_text", lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    refused(command("train", "run.yaml"), "run.yaml: cannot be read: Permission denied")
+
+
+def test_a_folder_in_use_and_a_folder_with_a_run_are_refused(command: Command, tiny_folder: Path) -> None:
+    path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out")
+    Path("out").mkdir()
+    with FileLock("out/.lock"):
+        refused(command("train", path), "another process is running in it")
+    assert [p.name for p in Path("out").iterdir()] == [".lock"]
+    assert command("train", path)[0] == 0
+    before = {p: p.stat().st_mtime_ns for p in Path("out").rglob("*")}
+    refused(command("train", path), "holds a run; add --resume")
+    refused(command("train", path, "--resume", "--set", "seed=3"), "seed = 3: the run in 'out' has 0")
+    assert {p: p.stat().st_mtime_ns for p in Path("out").rglob("*")} == before
+
+
+def test_a_reward_that_fails_stops_the_run_and_mending_it_lets_it_go_on(command: Command, tiny_folder: Path) -> None:
+    Path("mine.py").write_text(
+        "import os\n"
+        "def moody(completions, answers):\n"
+        "    if os.path.exists('bad'): raise ValueError('I am moody')\n"
+        "    if os.path.exists('slow'): import time; time.sleep(60)\n"
+        "    return [float(len(c) % 2) if i else None for i, c in enumerate(completions)]\n"
+    )
+    rewards = [{"function": "mine.py:moody", "timeout_seconds": 0.5}, {"name": "correctness", "weight": 0}]
+    path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out", max_steps=2, rewards=rewards)
+    Path("bad").touch()
+    refused(command("train", path), "reward moody (mine.py:moody) raised ValueError: I am moody (mine.py, line 3, in moody)", code=1)
+    Path("bad").unlink()
+    assert command("train", path, "--resume")[0] == 0
+    Path("slow").touch()
+    told = command("train", path, "--resume", "--set", "max_steps=3")
+    assert told[0] == 0, told
+    assert "reward moody took longer than 0.5 s and was ended: 6 completions unscored by it" in told[1]
+    metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert 0 <= metrics[0]["reward/moody"] <= 1
+    assert metrics[0]["unscored_share"] == 0
+    assert metrics[2]["reward/moody"] is None
+    assert metrics[2]["reward_timeouts"] == 1
+    sampled = [json.loads(line) for line in Path("out/completions/step-000001.jsonl").read_text().splitlines()]
+    assert sampled[0]["rewards"] == {"moody": None, "correctness": 0.0}
+    assert "took longer" in Path("out/log.txt").read_text()
+
+
+def test_pad_may_be_eos_or_absent(command: Command, tmp_path: Path) -> None:
+    """The three tokenizers give one run: padding is told by position, never by token."""
+    results = []
+    for name in ("own", "eos", "absent"):
+        folder = tmp_path / name
+        model().save_pretrained(folder)
+        made = tokenizer(pad_is_eos=name == "eos")
+        if name == "absent":
+            made.pad_token = None
+        made.save_pretrained(folder)
+        changes = {"rewards": [{"name": "linear_length", "arguments": {"start": 0, "end": 60}}]}
+        changes |= {"max_completion_length": 60, "num_generations": 8}
+        path = write(tmp_path / f"{name}.yaml", model=str(folder), output_dir=name + "-run", **changes)
+        told = command("train", path)
+        assert told[0] == 0, told
+        row = json.loads((tmp_path / f"{name}-run" / "metrics.jsonl").read_text())
+        results.append({key: row[key] for key in ("reward", "loss", "grad_norm", "pairs", "completion_tokens")})
+        sampled = (tmp_path / f"{name}-run" / "completions" / "step-000001.jsonl").read_text()
+        assert len({json.loads(line)["tokens"] for line in sampled.splitlines()}) > 1
+    assert results[0]["grad_norm"] > 0
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert results[0] == pytest.approx(results[2], rel=1e-5)
+
+
+def test_hostile_completions_neither_hang_nor_kill_a_step(
+    command: Command, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the model says, the step ends; here the sampled texts are replaced by the worst known ones."""
+    hostile = [
+        "\\boxed{9**9**9}",
+        "\\boxed{9^{9^{9^{9}}}}",
+        "\\boxed{" + "\\frac{" * 200 + "1" + "}{2}" * 200 + "}",
+        "9" * 1_000_000,
+        "\\boxed{" + "{" * 50_000,
+        "\\boxed{" * 100_000 + "x" + "}" * 100_000,
+    ]
+    import amir.trainer
+
+    original = amir.trainer.Rewards.__call__
+
+    def call(self, examples, completions, ids):
+        return original(self, examples, hostile[: len(completions)], ids)
+
+    monkeypatch.setattr("amir.trainer.Rewards.__call__", call)
+    names = ["correctness", "integer", "strict_format", "soft_format", "xml_count", "calibrated_confidence"]
+    rewards = [{"name": name} for name in names]
+    rewards[0]["timeout_seconds"] = 3
+    path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out", rewards=rewards)
+    told = command("train", path)
+    assert told[0] == 0, told
+    row = json.loads(Path("out/metrics.jsonl").read_text())
+    assert row["success"] == 0
+    assert row["reward_seconds"] < 30
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-m", "amir", "train", "quickstart", "--set", "temperature=0"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refused((done.returncode, done.stdout, done.stderr), "temperature = 0")
+    assert list(tmp_path.iterdir()) == []
