@@ -2,37 +2,51 @@
 
 Both get the same scores and rewards of 0 to 4, and their losses and gradients are compared before anything is timed.
 Contenders take turns. Memory is measured on a GPU only.
+
+Then what it adds to a training pass of SmolLM2-135M (forward and backward of one group with LoRA, float32, without
+sampling and without the optimizer), beside the way of the paper's authors: chosen and rejected completion of each pair
+go through the model once more, forward and backward, with full logits. Half of the rewards are 1, so a group of G has
+G^2 / 4 pairs. Theirs runs in parts of 8 pairs; both losses are compared first, without a reference, as theirs runs.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from amir_kernels import preference_loss
+from amir.smollm2 import smollm2_folder
+from amir_kernels import linear_logprob, policy_loss, preference_loss, sequence_logprob, supports
 from machine import birth_certificate
 from rows import keep, timing
 
 CASES = ((512, 8), (4096, 16), (4096, 512), (4096, 4096))
 """(rows, group size)"""
 BETA = 0.2
+GROUPS = (8, 16)
+PROMPT, COMPLETION = 16, 32
+"""tokens"""
+PAIRS_AT_ONCE = 8
 
 
 def main() -> None:
     """Measures every case, prints and keeps its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each contender")
+    parser.add_argument("--passes", type=int, default=2, help="measurements of each training pass; 0 for none")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     certificate = birth_certificate()
-    for rows, group in CASES:
-        for row in measure(rows, group, device, options.repeats):
-            print(f"{row['case']}, {row['contender']}: {1000 * row['seconds']['median']:.2f} ms")
-            if options.keep:
-                keep(row | certificate)
+    measured = [row for rows, group in CASES for row in measure(rows, group, device, options.repeats)]
+    if options.passes:
+        measured += [row for group in GROUPS for row in measure_in_training(group, device, options.passes)]
+    for row in measured:
+        print(f"{row['case']}, {row['contender']}: {1000 * row['seconds']['median']:.2f} ms, ratio {row['ratio']}")
+        if options.keep:
+            keep(row | certificate)
 
 
 def ours(scores: Tensor, rewards: Tensor, group: int) -> Tensor:
@@ -102,6 +116,119 @@ def one_run(
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - began
     return elapsed, (torch.cuda.max_memory_allocated() - held) / 1e6 if cuda else None
+
+
+# ---- in a training pass --------------------------------------------------------------------------------------------
+
+TRAINING, PAIRS, AUTHORS = "training pass without pairs", "preference_loss in it", "authors' method in it"
+
+
+class Group(NamedTuple):
+    """One prompt's completions, and the policy."""
+
+    model: nn.Module
+    ids: Tensor
+    """int64 [G, PROMPT + COMPLETION]"""
+    rewards: Tensor
+    """[G], every other one 1"""
+
+    @property
+    def size(self) -> int:
+        return len(self.rewards)
+
+
+def measure_in_training(group: int, device: str, repeats: int) -> list[dict]:
+    """Rows of the training pass and of the two ways to add the pair term to it."""
+    made = smollm2_group(group, device)
+    refuse_other_loss(made)
+    logprobs = policy_logprobs(made).detach().requires_grad_()
+    pairs = group * group // 4
+    work: dict[str, tuple[Callable[[], object], int]] = {
+        TRAINING: (lambda: train(made), repeats),
+        AUTHORS: (lambda: authors_pair_term(made), repeats),
+        PAIRS: (lambda: pair_term(logprobs, made.rewards).backward(), 20 * repeats),
+    }
+    timings = {}
+    train(made)  # warm-up; the other two were run for their losses
+    for name, (run, number) in work.items():
+        timings[name] = timing([seconds_of(run, device) for _ in range(number)])
+    case = f"SmolLM2-135M, G={group}, {PROMPT} + {COMPLETION} tokens, float32, LoRA r 16, K={pairs} pairs"
+    extra = {TRAINING: "", PAIRS: "", AUTHORS: f", {2 * pairs} sequences more"}
+    return [
+        {
+            "bench": "preference_loss",
+            "contender": name + extra[name],
+            "case": case,
+            "seconds": timings[name],
+            "peak_memory_mb": None,
+            "ratio_to": None if name == TRAINING else TRAINING,
+            "ratio": None if name == TRAINING else timings[name]["median"] / timings[TRAINING]["median"],
+        }
+        for name in (TRAINING, PAIRS, AUTHORS)
+    ]
+
+
+def smollm2_group(group: int, device: str) -> Group:
+    """The policy with LoRA, and tokens by lot: what they say does not change the time."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    ids = torch.randint(base.config.vocab_size, (group, PROMPT + COMPLETION), device=device)
+    ids[:, :PROMPT] = ids[0, :PROMPT]
+    return Group(model.to(device).eval(), ids, (torch.arange(group, device=device) % 2).float())
+
+
+def policy_logprobs(group: Group) -> Tensor:
+    """[G, COMPLETION] from hidden states."""
+    found = supports(group.model)
+    hidden = found.body(group.ids).last_hidden_state[:, PROMPT - 1 : -1]  # type: ignore[misc]
+    return linear_logprob(hidden, found.weight, group.ids[:, PROMPT:], **found.head_arguments)
+
+
+def train(group: Group) -> None:
+    """Forward and backward of the group's policy loss."""
+    policy_loss(policy_logprobs(group), None, group.rewards - group.rewards.mean()).loss.backward()
+
+
+def pair_term(logprobs: Tensor, rewards: Tensor) -> Tensor:
+    """What AMIR-GRPO adds to a pass whose log-probs are there."""
+    return preference_loss(sequence_logprob(logprobs), rewards, len(rewards), beta_dpo=BETA).loss
+
+
+def authors_pair_term(group: Group) -> Tensor:
+    """Both sequences of each pair through the model again; backward at once, part by part."""
+    chosen, rejected = (group.rewards[:, None] > group.rewards).nonzero(as_tuple=True)
+    total = torch.zeros((), device=group.ids.device)
+    for part in torch.arange(len(chosen), device=group.ids.device).split(PAIRS_AT_ONCE):
+        ids = group.ids[torch.cat([chosen[part], rejected[part]])]
+        logits = group.model(input_ids=ids).logits[:, PROMPT - 1 : -1]
+        picked = logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
+        won, lost = picked.mean(1).chunk(2)
+        loss = -nn.functional.logsigmoid(BETA * (won - lost)).sum() / len(chosen)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def refuse_other_loss(group: Group) -> None:
+    """Raises where the two ways do not give one loss."""
+    with torch.no_grad():
+        ours = pair_term(policy_logprobs(group), group.rewards)
+    torch.testing.assert_close(authors_pair_term(group), ours, rtol=1e-4, atol=0)
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """Of one call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""One micro-batch's loss and gradient in TRL's GRPOTrainer, with its own head and with ours, on SmolLM2-135M.
+
+Both trainers get the same completions and advantages, some of them 0 as in a dead group; losses and gradients are
+compared before anything is timed. `log-probs` is the pass without gradient, by which old and reference log-probs come.
+Memory is the growth of the peak over what was there before. Contenders take turns.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amir.smollm2 import smollm2_folder
+from amir_kernels.integrations.trl import grpo_trainer
+from machine import birth_certificate
+from meter import measure
+from rows import keep, timing
+
+ROWS, PROMPT, COMPLETION = 8, 16, 48
+DEAD = (0, 6)
+"""of ROWS"""
+RIVAL, OURS = "GRPOTrainer", "grpo_trainer()"
+
+
+def main() -> None:
+    """Measures every case, prints and keeps its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each contender and case")
+    parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
+    options = parser.parse_args()
+    certificate = birth_certificate()
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = make_trainers(Path(folder))
+        for row in measure_cases(trainers, options.repeats):
+            print(f"{row['case']}, {row['contender']}: {row['seconds']['median']:.2f} s, {row['peak_memory_mb']} MB")
+            if options.keep:
+                keep(row | certificate)
+
+
+def make_trainers(folder: Path) -> dict[str, Any]:
+    """TRL's trainer as it is, and with our head: the same weights and LoRA."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=ROWS,
+        num_generations=ROWS,
+        beta=0.0,
+        report_to="none",
+    )
+    made = {}
+    for name, trainer_class in ((RIVAL, GRPOTrainer), (OURS, grpo_trainer())):
+        torch.manual_seed(0)
+        made[name] = trainer_class(
+            model=AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="left"),
+            reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["1 + 1"]}),
+            peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        made[name].current_gradient_accumulation_steps = 1
+    return made
+
+
+def inputs_of(trainer: Any, dead: int) -> dict[str, Any]:
+    """A micro-batch as the trainer's own sampling would leave it: tokens by lot, advantages +1 and -1."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(trainer.model.config.vocab_size, (ROWS, PROMPT + COMPLETION), generator=generator)
+    advantages = torch.tensor([1.0, -1.0]).repeat(ROWS // 2)
+    advantages[:dead] = 0
+    mask = torch.ones_like(ids)
+    given = {
+        "prompt_ids": ids[:, :PROMPT],
+        "prompt_mask": mask[:, :PROMPT],
+        "completion_ids": ids[:, PROMPT:],
+        "completion_mask": mask[:, PROMPT:],
+        "advantages": advantages,
+        "num_items_in_batch": mask[:, PROMPT:].sum(),
+    }
+    return {name: value.to(trainer.accelerator.device) for name, value in given.items()}
+
+
+def train(trainer: Any, dead: int) -> list[torch.Tensor]:
+    """Loss and gradients of the adapter."""
+    loss = trainer._compute_loss(trainer.model, inputs_of(trainer, dead))
+    loss.backward()
+    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    trainer.model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+def score(trainer: Any) -> list[torch.Tensor]:
+    """Log-probs of the completions without gradient."""
+    given = inputs_of(trainer, 0)
+    whole = [torch.cat([given[f"prompt_{name}"], given[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+    with torch.no_grad():
+        return [trainer._get_per_token_logps_and_entropies(trainer.model, *whole, COMPLETION)[0]]
+
+
+def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
+    """Rows of every case and contender."""
+    cases: dict[str, Callable[[Any], list[torch.Tensor]]] = {"log-probs": score}
+    cases |= {f"loss and gradient, {dead} of {ROWS} rows dead": partial(train, dead=dead) for dead in DEAD}
+    rows = []
+    for case, work in cases.items():
+        theirs, ours = (work(trainers[name]) for name in (RIVAL, OURS))  # also their warm-up
+        for a, b in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
+        peaks: dict[str, list[float]] = {name: [] for name in trainers}
+        for _ in range(repeats):
+            for name, trainer in trainers.items():
+                elapsed, peak_mb, _ = measure(partial(work, trainer), trainer.accelerator.device)
+                seconds[name].append(elapsed)
+                peaks[name] += [] if peak_mb is None else [round(peak_mb, 1)]
+        timings = {name: timing(values) for name, values in seconds.items()}
+        rows += [
+            {
+                "bench": "trl",
+                "contender": name,
+                "case": f"SmolLM2-135M, {ROWS} x ({PROMPT} + {COMPLETION}) tokens, float32, LoRA r 16, {case}",
+                "seconds": timings[name],
+                "peak_memory_mb": max(peaks[name], default=None),
+                "ratio_to": None if name == RIVAL else RIVAL,
+                "ratio": None if name == RIVAL else timings[name]["median"] / timings[RIVAL]["median"],
+            }
+            for name in trainers
+        ]
+    return rows
+
+
+if __name__ == "__main__":
+    main()
