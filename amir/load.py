@@ -20,6 +20,7 @@ from amir_kernels import Support, supports
 
 from .config import ConfigError, LoraSettings, RunConfig
 from .model import REFERENCE, Policy
+from .packing import checkpoint_contexts
 from .smollm2 import MODEL_NAME, smollm2_folder
 
 
@@ -62,8 +63,10 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     else:
         model = _loaded_adapter(base, config.lora, config.lora.adapter, with_reference=needs_reference(config))
     policy = Policy(model.eval(), tokenizer, _served(model, config), pad_id, eos_ids, config.temperature, frozen)
+    if config.quantization is not None:
+        _keep_differentiable(base)
     if config.gradient_checkpointing:
-        checkpoint_layers(base, offload=config.offload_activations)
+        checkpoint_layers(policy.support.body, offload=config.offload_activations)
     return policy
 
 
@@ -157,6 +160,14 @@ def _quantized(config: RunConfig, dtype: torch.dtype, device: torch.device) -> d
     return {"quantization_config": settings, "device_map": {"": device}}
 
 
+def _keep_differentiable(base: Any) -> None:
+    """Keeps quantized layers out of the form that bitsandbytes gives them for inference on CPUs: it has no gradient."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for layer in (module for module in base.modules() if isinstance(module, Linear4bit | Linear8bitLt)):
+        layer.training = True
+
+
 def apply_liger_layers(base: Any) -> None:
     """Puts Liger's norms, rotary embeddings and MLPs into the model, and into its family's module in this process.
 
@@ -170,16 +181,16 @@ def apply_liger_layers(base: Any) -> None:
     _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def checkpoint_layers(base: Any, *, offload: bool) -> None:
+def checkpoint_layers(body: Any, *, offload: bool) -> None:
     """Makes each layer keep its input alone and compute itself again in the backward; the rest stays as it is.
 
     A layer checkpoints where its own `training` is true; what is in it stays in evaluation mode, so nothing is dropped
     out. `offload`: the inputs wait in pinned CPU memory.
     """
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(f"gradient_checkpointing: {type(base).__name__} has no layers that could be checkpointed")
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        raise ConfigError(f"gradient_checkpointing: {type(body).__name__} has no layers that could be checkpointed")
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts(body))
     for layer in layers:
         layer.gradient_checkpointing = layer.training = True
         layer._gradient_checkpointing_func = partial(_offloaded, recompute) if offload else recompute

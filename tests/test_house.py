@@ -51,7 +51,8 @@ def test_the_kernels_ask_for_torch_and_triton_only():
 
 
 def test_the_trainer_declares_what_it_imports():
-    lines = [*project()["dependencies"], *project()["optional-dependencies"]["train"]]
+    extras = project()["optional-dependencies"]
+    lines = [*project()["dependencies"], *extras["train"], *extras["gpu"]]
     declared = {normal(re.match(r"[A-Za-z0-9._-]+", line)[0]) for line in lines}
     imported = set()
     for path in (ROOT / "amir").rglob("*.py"):
