@@ -1,6 +1,7 @@
-"""Writes the README's table of numbers from the kept rows: `python bench/table.py`, or `--check` to compare only.
+"""Writes the numbers of README.md and kernels/README.md from the kept rows; `--check` compares only.
 
-Of rows with the same bench, contender, case and machine the newest counts.
+Of rows with the same bench, contender, case and machine the newest counts; of a head's case, the newest run. The head
+ops stand in kernels/README.md, everything else in README.md.
 """
 
 import argparse
@@ -9,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bars import FROZEN, GROWTH, Bar, bars, latest_runs, tokens_of
 from rows import kept
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, KERNELS_README = ROOT / "README.md", ROOT / "kernels" / "README.md"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 EMPTY = "No row is kept yet; `make bench` makes them."
 
@@ -19,27 +22,39 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Rewrites the block between the markers; with `--check` returns 1 where that would change it."""
+    """Rewrites the block between the markers of each document; with `--check` returns 1 where that would change it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the README is behind the rows")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is behind the rows")
     check = parser.parse_args().check
-    text = README.read_text()
-    renewed = with_tables(text, kept())
-    if check and renewed != text:
-        print(f"{README.name} is behind bench/results: run `make table`", file=sys.stderr)
-        return 1
-    if not check:
-        README.write_text(renewed)
-    return 0
+    behind = 0
+    for path, block in blocks(kept()).items():
+        text = path.read_text()
+        renewed = with_block(text, block)
+        if check and renewed != text:
+            print(f"{path.relative_to(ROOT)} is behind bench/results: run `make table`", file=sys.stderr)
+            behind = 1
+        if not check:
+            path.write_text(renewed)
+    return behind
 
 
-def with_tables(text: str, rows: Iterable[Row]) -> str:
-    """`text` with the block between the two markers replaced by the tables of `rows`."""
+def blocks(rows: Iterable[Row]) -> dict[Path, str]:
+    """What stands in each document."""
+    of: dict[str, list[Row]] = {"linear_logprob": [], "gpu_check": []}
+    others: list[Row] = []
+    for row in rows:
+        of.get(row["bench"], others).append(row)
+    head = [head_tables(of["linear_logprob"]), *([tables(of["gpu_check"])] if of["gpu_check"] else [])]
+    return {README: tables(others), KERNELS_README: "\n\n".join(head)}
+
+
+def with_block(text: str, block: str) -> str:
+    """`text` with what is between the two markers replaced."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     if not rest or END not in rest:
-        raise ValueError(f"the README needs the lines {START} and {END}, in this order")
-    return f"{before}{START}\n{tables(rows)}\n{END}{after}"
+        raise ValueError(f"the document needs the lines {START} and {END}, in this order")
+    return f"{before}{START}\n{block}\n{END}{after}"
 
 
 def tables(rows: Iterable[Row]) -> str:
@@ -56,16 +71,14 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _table(run: list[Row]) -> str:
-    head = run[0]
-    versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items())
     lines = [
-        f"**{head['bench']}**",
+        f"**{run[0]['bench']}**",
         "",
         "| case | contender | seconds, median (min to max, n) | peak memory, MB | time |",
         "| --- | --- | --- | --- | --- |",
         *map(_line, run),
         "",
-        f"{_host(head)}. {versions}. Commit {head['commit']}, {head['date'][:10]}: `{head['command']}`",
+        _certificate(run[0]),
     ]
     return "\n".join(lines)
 
@@ -75,6 +88,76 @@ def _line(row: Row) -> str:
     time = "{median:.4g} ({min:.4g} to {max:.4g}, {n})".format(**seconds) if seconds else "–"
     ratio = f"{row['ratio']:.2f} of {row['ratio_to']}" if row["ratio"] is not None else "–"
     return f"| {row['case']} | {row['contender']} | {time} | {'–' if memory is None else f'{memory:,.0f}'} | {ratio} |"
+
+
+# ---- the head ops ----------------------------------------------------------------------------------------------------
+
+
+def head_tables(rows: Iterable[Row]) -> str:
+    """The bars, the seconds and memory behind them, growth over tokens, and the birth certificates."""
+    runs = latest_runs(rows)
+    if not runs:
+        return EMPTY
+    found = bars(row for run in runs.values() for row in run.values())
+    cases = {key: run for key, run in runs.items() if key[1] != GROWTH}
+    growing = {key: run for key, run in runs.items() if key[1] == GROWTH}
+    parts = [_bar_table([bar for bar in found if bar.mode != GROWTH]), _contender_table(cases)]
+    for (head, _), run in growing.items():
+        parts += [_growth_table(head, run), _bar_table([bar for bar in found if bar.mode == GROWTH])]
+    parts.append("\n".join(dict.fromkeys(_certificate(row) for run in runs.values() for row in run.values())))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _bar_table(found: list[Bar]) -> str:
+    """A line for each head, mode and op; a column for each bar."""
+    if not found:
+        return ""
+    names = list(dict.fromkeys(bar.name for bar in found))
+    lines: dict[tuple[str, str, str], dict[str, Bar]] = {}
+    for bar in found:
+        lines.setdefault((bar.head, bar.mode, bar.contender), {})[bar.name] = bar
+    header = ("head", "case", "op", *names)
+    return _markdown(header, [(*key, *(_inequality(line.get(name)) for name in names)) for key, line in lines.items()])
+
+
+def _inequality(bar: Bar | None) -> str:
+    if bar is None:
+        return ""
+    return f"{bar.figure:.2f} ≤ {bar.bound:g}" if bar.met else f"**{bar.figure:.2f} > {bar.bound:g}**"
+
+
+def _contender_table(cases: dict[tuple[str, str], dict[str, Row]]) -> str:
+    """A line for each contender; a column for each head and mode."""
+    if not cases:
+        return ""
+    names = dict.fromkeys(name for run in cases.values() for name in run)
+    header = ("contender", *(f"{head}, {'frozen' if mode == FROZEN else 'trained'}" for head, mode in cases))
+    return _markdown(header, [(name, *(_measured(run.get(name)) for run in cases.values())) for name in names])
+
+
+def _growth_table(head: str, run: dict[str, Row]) -> str:
+    """A line for each contender; a column for each number of tokens."""
+    names = dict.fromkeys(row["contender"] for row in run.values())
+    tokens = sorted({tokens_of(row) for row in run.values()})
+    header = (f"{head}, {FROZEN}", *(f"T = {t:,}" for t in tokens))
+    return _markdown(header, [(name, *(_measured(run.get(f"{name}, {t:,}")) for t in tokens)) for name in names])
+
+
+def _measured(row: Row | None) -> str:
+    if row is None:
+        return ""
+    seconds, memory = row["seconds"]["median"], row["peak_memory_mb"]
+    return f"{seconds:.3g} s" if memory is None else f"{seconds:.3g} s, {memory:,.0f} MB"
+
+
+def _markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines))
+
+
+def _certificate(row: Row) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    return f"{_host(row)}. {versions}. Commit {row['commit']}, {row['date'][:10]}: `{row['command']}`"
 
 
 def _host(row: Row) -> str:

@@ -18,13 +18,14 @@ pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="the sources are not 
 def bench(monkeypatch, tmp_path):
     """The modules of bench/, imported as its scripts import them, with an empty results folder."""
     monkeypatch.syspath_prepend(BENCH)
+    import bars
     import machine
     import rows
     import table
 
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    yield SimpleNamespace(machine=machine, rows=rows, table=table)
-    for name in ("machine", "rows", "table"):
+    yield SimpleNamespace(bars=bars, machine=machine, rows=rows, table=table)
+    for name in ("bars", "machine", "rows", "table"):
         sys.modules.pop(name)
 
 
@@ -86,10 +87,10 @@ def test_rows_of_two_machines_stay_apart(bench):
 
 def test_the_table_stands_between_the_markers_only(bench):
     text = f"before\n{bench.table.START}\nstale\n{bench.table.END}\nafter"
-    renewed = bench.table.with_tables(text, [])
+    renewed = bench.table.with_block(text, bench.table.EMPTY)
     assert renewed == f"before\n{bench.table.START}\n{bench.table.EMPTY}\n{bench.table.END}\nafter"
     with pytest.raises(ValueError, match="bench:start"):
-        bench.table.with_tables("no markers", [])
+        bench.table.with_block("no markers", "")
 
 
 def test_the_documented_row_can_be_kept(bench, tmp_path):
