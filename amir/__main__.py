@@ -5,17 +5,21 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .config import ConfigError, RunConfig, RunStopped, config_yaml, load_config, recipe_names
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 FAILED, WRONG_USAGE = 1, 2
 
 
+_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 _GO_ON = "the same command with --resume goes on from the latest checkpoint"
 
 
@@ -72,36 +76,48 @@ def doctor() -> None:
 
 
 def _train(run: str, config: RunConfig, resume: bool) -> None:
-    from .display import Terminal, draw_curves
-    from .rundir import RunDirectory, check_run_directory, choose_output_dir
+    from .rundir import check_run_directory, choose_output_dir
 
-    path = choose_output_dir(Path(run).stem, config, resume=resume)
-    check_run_directory(path, config, resume=resume)
-    typer.echo(f"run directory: {path}")
-    typer.echo("loading torch, the model and the task ...")
+    path = None
+    if _FIRST_RANK:
+        path = choose_output_dir(Path(run).stem, config, resume=resume)
+        check_run_directory(path, config, resume=resume)
+        typer.echo(f"run directory: {path}")
+        typer.echo("loading torch, the model and the task ...")
 
     import torch
     from transformers.utils import logging
 
-    from .load import load_policy
-    from .tasks import TASKS
-    from .trainer import Trainer
+    from .ranks import joined_ranks
 
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    with joined_ranks() as ranks:
+        _train_with(ranks, ranks.gather(path)[0], config, resume)
+
+
+def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> None:
+    from .display import Silence, Terminal, draw_curves
+    from .load import load_policy
+    from .rundir import ForeignDirectory, RunDirectory
+    from .tasks import TASKS
+    from .trainer import Trainer
+
     task = TASKS[config.task.name](config.task)
-    policy = load_policy(config)
-    directory = RunDirectory(path, config, resume=resume)
-    with directory, Terminal(config.max_steps, path / "tensorboard") as terminal:
-        trainer = Trainer(config, policy, task, directory, terminal)
+    policy = load_policy(config, ranks)
+    directory = RunDirectory(path, config, resume=resume) if ranks.first else ForeignDirectory(path)
+    display = Terminal(config.max_steps, path / "tensorboard") if ranks.first else Silence()
+    with directory, display:
+        trainer = Trainer(config, policy, task, directory, display)
         if resume:
             trainer.resume()
         trainer.train()
-        picture = draw_curves(path)
-    typer.echo(f"curves: {picture}\ntrained {trainer.result}: {path / trainer.result}")
+    if not ranks.first:
+        return
+    typer.echo(f"curves: {draw_curves(path)}\ntrained {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
     typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import ConfigError
+from .ranks import ALONE, Ranks, as_parts_of, whole
 
 FORMAT = 1
 
@@ -28,12 +29,20 @@ def save_checkpoint(
     model: Any,
     optimizer: torch.optim.Optimizer,
     named: dict[str, Tensor],
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it."""
+    """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it; the first rank does.
+
+    What is in parts over the ranks is written whole, so that any number of ranks, one too, can go on from it.
+    """
     target = folder / f"step-{step}"
+    weights, moments = _whole_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
+    if not ranks.first:
+        ranks.wait()
+        return target
     with _whole_or_absent(target) as staging:
-        _save_weights(staging, model)
-        save_file(_optimizer_tensors(optimizer, named) | _random_state(), staging / "optimizer.safetensors")
+        _save_weights(staging, model, weights)
+        save_file(moments | _random_state(), staging / "optimizer.safetensors")
         state = {
             "format": FORMAT,
             "step": step,
@@ -42,6 +51,7 @@ def save_checkpoint(
             "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
         }
         (staging / "state.json").write_text(json.dumps(state))
+    ranks.wait()
     return target
 
 
@@ -66,7 +76,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
         if parts:
             optimizer.state[parameter] = {
-                key: _counted(t) if key == "step" else t.to(parameter.device) for key, t in parts.items()
+                key: _counted(t) if key == "step" else as_parts_of(t, parameter) for key, t in parts.items()
             }
     torch.set_rng_state(tensors["rng|cpu"])
     if "rng|cuda" in tensors and torch.cuda.is_available():
@@ -101,19 +111,39 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save_result(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Writes the adapter alone, in PEFT's format, or a model that was trained whole, with its tokenizer."""
-    with _whole_or_absent(folder) as staging:
-        _save_weights(staging, model)
-        if not isinstance(model, PeftModel):
-            tokenizer.save_pretrained(str(staging))
+def save_result(
+    folder: Path, model: Any, tokenizer: Any, named: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+) -> None:
+    """Writes the adapter alone, in PEFT's format, or a model that was trained whole, with its tokenizer.
+
+    `named`: the trained parameters, needed where they are in parts over the ranks.
+    """
+    weights = _whole_weights(model, named or {}, ranks)
+    if ranks.first:
+        with _whole_or_absent(folder) as staging:
+            _save_weights(staging, model, weights)
+            if not isinstance(model, PeftModel):
+                tokenizer.save_pretrained(str(staging))
+    ranks.wait()
 
 
-def _save_weights(folder: Path, model: Any) -> None:
+def _whole_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor] | None:
+    """The model's weights on the first rank's CPU, where they are in parts; None where the model has them whole."""
+    if ranks.size == 1 or isinstance(model, PeftModel):
+        return None
+    weights = {}
+    for name, parameter in named.items():
+        value = whole(parameter.detach())
+        if ranks.first:
+            weights[name] = value.cpu()
+    return weights
+
+
+def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None) -> None:
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), selected_adapters=["default"])
     else:
-        model.save_pretrained(str(folder), max_shard_size=_ONE_FILE)
+        model.save_pretrained(str(folder), max_shard_size=_ONE_FILE, state_dict=weights)
 
 
 _ONE_FILE = "10000GB"
@@ -123,7 +153,7 @@ def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
     tensors = load_file(file)
     with torch.no_grad():
         for name, parameter in named.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(as_parts_of(tensors[name], parameter))
 
 
 @contextlib.contextmanager
@@ -146,13 +176,17 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
     _sync(target.parent)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: dict[str, Tensor], ranks: Ranks
+) -> dict[str, Tensor]:
     """The state by parameter. Of bitsandbytes: its int step becomes int64, the code tables it shares are copied."""
-    return {
-        f"{name}|{key}": value.clone() if key.startswith("qmap") else torch.as_tensor(value)
-        for name, parameter in named.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    tensors = {}
+    for name, parameter in named.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensor = whole(value.clone() if key.startswith("qmap") else torch.as_tensor(value))
+            if ranks.first:
+                tensors[f"{name}|{key}"] = tensor.cpu() if tensor is not value else tensor
+    return tensors
 
 
 def _counted(step: Tensor) -> Tensor | int:

@@ -17,6 +17,25 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 
 
+class Silence:
+    """The display of the ranks that are not the first."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def begin(self, finished_steps: int) -> None:
+        """Nothing."""
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
 class Terminal:
     """A progress bar under a line a step; the lines alone where there is no terminal."""
 

@@ -21,29 +21,39 @@ from amir_kernels import Support, supports
 from .config import ConfigError, LoraSettings, RunConfig
 from .model import REFERENCE, Policy
 from .packing import checkpoint_contexts
+from .ranks import ALONE, Ranks
 from .smollm2 import MODEL_NAME, smollm2_folder
 
 
-def load_policy(config: RunConfig) -> Policy:
-    """Loads model and tokenizer, adds an adapter, refuses what this machine or the head op does not serve."""
+def load_policy(config: RunConfig, ranks: Ranks = ALONE) -> Policy:
+    """Loads model and tokenizer, adds an adapter, refuses what this machine or the head op does not serve.
+
+    On several ranks a model that is trained whole is loaded on the CPU, in float32, and then taken apart.
+    """
     device = torch.device(_device(config.device))
     refuse_unavailable(config, device)
     dtype = _dtype(config.dtype, device)
+    in_parts = ranks.size > 1 and config.lora is None
     source = model_source(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
         base = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=config.attn_implementation, **_quantized(config, dtype, device)
+            source,
+            dtype=torch.float32 if in_parts else dtype,
+            attn_implementation=config.attn_implementation,
+            **_quantized(config, dtype, device),
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model = {config.model!r}: {error}") from None
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
-    if config.quantization is None:
+    if config.quantization is None and not in_parts:
         base = nn.Module.to(base, device)
     if config.liger_layers:
         apply_liger_layers(base)
-    return wrap_policy(base, tokenizer, config)
+    policy = wrap_policy(base, tokenizer, config)
+    policy.spread(ranks, dtype)
+    return policy
 
 
 def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:

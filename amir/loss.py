@@ -18,6 +18,7 @@ from .batch import Batch, MicroBatch, micro_batches, pair_options
 from .config import ConfigError, RunConfig
 from .correction import importance_weight
 from .model import Policy
+from .ranks import ALONE, Ranks
 
 Sums = Counter[str]
 """Sums and counts over micro-batches, by name."""
@@ -44,15 +45,18 @@ class TokenBudget:
     Then half of that micro-batch's tokens, said once, for the rest of the run.
     """
 
-    def __init__(self, tokens: int, *, packed: bool, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, tokens: int, *, packed: bool, say: Callable[[str], None] = lambda text: None, ranks: Ranks = ALONE
+    ) -> None:
         self.tokens = tokens
         self.packed = packed
+        self.ranks = ranks
         self._say = say
         self._rows = self._held = 0
 
     def split(self, batch: Batch) -> Iterator[MicroBatch]:
-        """The batch's micro-batches; the latest is the one that `fit` blames."""
-        for micro in micro_batches(batch, self.tokens, packed=self.packed):
+        """This rank's micro-batches of the batch; the latest is the one that `fit` blames."""
+        for micro in self.ranks.deal(list(micro_batches(batch, self.tokens, packed=self.packed))):
             self._rows = len(micro.rows)
             self._held = batch.tokens.rows(micro.rows).computed(packed=self.packed)
             yield micro
@@ -67,6 +71,11 @@ class TokenBudget:
                 return attempt()
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition(". ")[0]
+                if self.ranks.size > 1:
+                    raise ConfigError(
+                        f"rank {self.ranks.rank} is out of memory in a micro-batch of {self._held} tokens ({reason}), and "
+                        f"the other ranks wait for it; expected micro_batch_tokens below {self._held}"
+                    ) from None
             undo()  # here the failed attempt's tensors are free: the exception held its frames
             torch.cuda.empty_cache()
             self._halve(reason)
@@ -90,7 +99,7 @@ def with_reference(policy: Policy, batch: Batch, config: RunConfig, budget: Toke
     if config.beta == 0 and not pairs:
         return batch
     with policy.reference():
-        budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed)
+        budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed, ranks=policy.ranks)
         return replace(batch, ref_logprobs=budget.fit(lambda: _score(policy, batch, batch.live, budget)))
 
 
@@ -103,7 +112,7 @@ def backward(
     sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that
     runs out of memory is taken again from zero in smaller ones.
     """
-    budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed)
+    budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed, ranks=policy.ranks)
 
     def undo() -> None:
         for parameter in policy.trainable().values():
@@ -121,10 +130,12 @@ def _backward(
     weights = _pair_weights(policy, batch, split, config, sums, budget)
     first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
     for micro in budget.split(batch):
-        logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
-        if first_old is not None:
+        with policy.accumulating(last=micro.last):
+            logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
+        if first_old is not None and not micro.idle:
             first_old[micro.rows, : logprobs.shape[1]] = logprobs
-    return (batch if first_old is None else replace(batch, old_logprobs=first_old)), sums
+    sums = budget.ranks.total_of_sums(sums)
+    return (batch if first_old is None else replace(batch, old_logprobs=budget.ranks.total(first_old))), sums
 
 
 def _accumulate(
@@ -145,6 +156,9 @@ def _accumulate(
     tokens = batch.tokens.rows(rows)
     mask = tokens.completion_mask
     outputs = policy.logprobs_entropy(tokens)[:2] if config.entropy_coef > 0 else (policy.logprobs(tokens),)
+    if micro.idle:
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        return outputs[0].detach()
     leaves = [o.detach().requires_grad_() for o in outputs]
     logprobs = leaves[0].detach()
     old = logprobs if batch.old_logprobs is None else _cut(batch.old_logprobs, rows, mask)
@@ -170,7 +184,8 @@ def _accumulate(
     )
     from_policy = torch.autograd.grad(loss.policy, leaves, retain_graph=True)
     from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
-    torch.autograd.backward(outputs, [from_policy[0] + from_pairs, *from_policy[1:]])
+    ranks = policy.ranks.size  # over which gradients are averaged
+    torch.autograd.backward(outputs, [ranks * (from_policy[0] + from_pairs), *(ranks * g for g in from_policy[1:])])
     sums.update(loss.metrics)
     sums.update(
         {
@@ -207,9 +222,9 @@ def _pair_weights(
         score = score - sequence_logprob(batch.ref_logprobs, mask, normalize=config.normalize)
     pairs = {"valid": split, "num_pairs": batch.num_pairs, **pair_options(config)}
     term = preference_loss(score, batch.rewards, batch.group, **pairs)
-    sums.update(
-        {"preference_loss": term.loss, "pairs": term.pairs, "pairs_correct": (term.accuracy * term.pairs).nan_to_num()}
-    )
+    if policy.ranks.first:  # every rank knows the groups that were split
+        correct = (term.accuracy * term.pairs).nan_to_num()
+        sums.update({"preference_loss": term.loss, "pairs": term.pairs, "pairs_correct": correct})
     return preference_weights(score, batch.rewards, batch.group, **pairs)
 
 
@@ -219,8 +234,9 @@ def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) ->
     scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
     for micro in budget.split(replace(batch, live=needed)):
         logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
-        scores[micro.rows, : logprobs.shape[1]] = logprobs
-    return scores
+        if not micro.idle:
+            scores[micro.rows, : logprobs.shape[1]] = logprobs
+    return budget.ranks.total(scores)
 
 
 def _cut(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:

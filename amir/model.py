@@ -2,19 +2,23 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from amir_kernels import LogprobEntropy, Support, linear_logprob, linear_logprob_entropy
 
 from .batch import Tokens
 from .packing import hidden_states, why_unpacked
+from .ranks import ALONE, Forward, Ranks, copied, run_whole, sharded
+
+Result = TypeVar("Result")
 
 REFERENCE = "ref"
 """Name of the frozen second adapter that is the reference where training goes on from an adapter."""
@@ -32,6 +36,12 @@ class Policy:
     temperature: float
     frozen: Support | None = None
     """a copy that is the reference of a model trained whole"""
+    ranks: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        self.vocabulary_size: int = self.support.weight.shape[0]
+        self.forward: nn.Module = Forward(self.model)
+        self.frozen_forward = Forward(self.frozen.body, self.frozen.head) if self.frozen else None  # type: ignore[arg-type]
 
     @property
     def base(self) -> Any:
@@ -41,7 +51,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """Where inputs belong."""
-        return self.support.weight.device
+        return next(self.model.parameters()).device
 
     @property
     def cache_argument(self) -> str:
@@ -62,14 +72,55 @@ class Policy:
         """The trained parameters by name, in a fixed order."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def spread(self, ranks: Ranks, compute: torch.dtype) -> None:
+        """Makes the policy one of several ranks': DDP for an adapter, FSDP2 with products in `compute` for a model."""
+        if ranks.size == 1:
+            return
+        self.ranks = ranks
+        if not self.sharded:
+            self.forward = copied(self.forward)  # type: ignore[arg-type]
+            return
+        _ = self.packed  # tried while the weights are whole
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.forward = sharded(self.forward, device, compute, ranks.size)  # type: ignore[arg-type]
+        if self.frozen_forward is not None:
+            self.frozen_forward = sharded(self.frozen_forward, device, compute, ranks.size)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every weight."""
+        return self.ranks.size > 1 and not isinstance(self.model, PeftModel)
+
+    def whole(self, run: Callable[[], Result]) -> Result:
+        """`run()`, which may call the model as often as it likes, with every weight whole on this rank."""
+        return run_whole(self.forward, run) if self.sharded else run()
+
+    @contextlib.contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around each micro-batch of a step: gradients of copies are averaged in the backward of the `last` one."""
+        held_back = isinstance(self.forward, DistributedDataParallel) and not last
+        with self.forward.no_sync() if held_back else contextlib.nullcontext():  # type: ignore[operator]
+            yield
+
     def logprobs(self, tokens: Tokens) -> Tensor:
         """Log-prob of each completion token at the sampling temperature, float32 `[B, C]`; 0 where masked."""
+        return self._run(lambda: self._logprobs(tokens))
+
+    def logprobs_entropy(self, tokens: Tokens) -> LogprobEntropy:
+        """The same with the entropy of each next-token distribution, both with gradients."""
+        return self._run(lambda: self._logprobs_entropy(tokens))
+
+    def _run(self, run: Callable[[], Result]) -> Result:
+        if self.sharded and not torch.is_grad_enabled():
+            return run_whole(self.forward, run)
+        return self.forward(run)
+
+    def _logprobs(self, tokens: Tokens) -> Tensor:
         hidden, target = self._hidden_and_target(tokens)
         logprob = linear_logprob(hidden, self.support.weight, target, temperature=self.temperature, **self._head)
         return _padded(logprob, tokens)
 
-    def logprobs_entropy(self, tokens: Tokens) -> LogprobEntropy:
-        """The same with the entropy of each next-token distribution, both with gradients."""
+    def _logprobs_entropy(self, tokens: Tokens) -> LogprobEntropy:
         hidden, target = self._hidden_and_target(tokens)
         made = linear_logprob_entropy(hidden, self.support.weight, target, temperature=self.temperature, **self._head)
         return LogprobEntropy(*(_padded(values, tokens) for values in made))
@@ -96,11 +147,12 @@ class Policy:
     def _with_frozen_copy(self) -> Iterator[None]:
         if self.frozen is None:
             raise ValueError("this policy was made without a reference: no loss of its run asked for one")
-        trained, self.support = self.support, self.frozen
+        trained = self.support, self.forward
+        self.support, self.forward = self.frozen, self.frozen_forward  # type: ignore[assignment]
         try:
             yield
         finally:
-            self.support = trained
+            self.support, self.forward = trained
 
     @property
     def _head(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import RunConfig
+from .ranks import whole
 
 
 def make_optimizer(config: RunConfig, named: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -39,7 +40,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> Tensor:
     """Clips the accumulated gradient, updates the parameters, zeroes the gradient; returns the norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, error_if_nonfinite=True)
+    norm = whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, error_if_nonfinite=True))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     if any(p.dtype.itemsize == 2 for p in parameters):

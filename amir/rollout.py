@@ -81,7 +81,7 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
     with own_random_state(policy.device), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
-        output = _generate(policy, ids, mask, group_size, max_new_tokens)
+        output = policy.whole(lambda: _generate(policy, ids, mask, group_size, max_new_tokens))
     completion_ids = output[:, ids.shape[1] :]
     completion_mask, truncated = completion_masks(completion_ids, policy.eos_ids)
     prompt_of = _prompt_of(len(prompts), len(completion_ids)).to(ids.device)

@@ -118,6 +118,32 @@ class RunDirectory:
                 folder.rmdir()
 
 
+class ForeignDirectory(RunDirectory):
+    """A run's folder as the ranks see it that are not the first: they read checkpoints and write nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self) -> None:
+        """Nothing: the first rank makes the folder."""
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Nothing: the first rank knows the rows."""
+        return []
+
+    def record(self, name: str, row: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Nothing: the first rank has every rank's."""
+
+    def log(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
     """`output_dir`, else runs/NAME, numbered on where that holds a run already; resuming takes the latest of them."""
     if config.output_dir is not None:

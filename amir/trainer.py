@@ -21,8 +21,9 @@ from .metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .model import Policy
 from .optim import apply_update, make_optimizer
 from .prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
+from .ranks import on_cpu
 from .rewards import Rewards
-from .rollout import Rollout, Sampler, make_sampler
+from .rollout import Rollout, Sampler, joined, make_sampler
 from .rundir import RunDirectory
 from .tasks import Example, Task
 
@@ -56,12 +57,13 @@ class Trainer:
     """by default the one that the configuration names"""
 
     def __post_init__(self) -> None:
+        self.ranks = self.policy.ranks
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget(self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say)
+        self.budget = TokenBudget(self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say, ranks=self.ranks)
         special = [self.policy.pad_id, *self.policy.eos_ids]
-        refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.support.weight.shape[0])
+        refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:
             self.say(note)
         self.prompts = self._encode(self.task.train, "training")
@@ -94,6 +96,8 @@ class Trainer:
         c = self.config
         self.directory.start()
         self.display.begin(self.finished_steps)
+        if self.policy.why_unpacked:
+            self.say(f"training in plain rows, each completion behind its own prompt: {self.policy.why_unpacked}")
         if self.finished_steps >= c.max_steps:
             self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {c.max_steps}")
         with self.rewards:
@@ -113,13 +117,14 @@ class Trainer:
                 clock.lap("update")
 
                 sums.update(batch_sums(batch, c))
-                sums.update(groups.sums(), reward_timeouts=self.rewards.timeouts)
+                sums.update(groups.sums(), reward_timeouts=sum(self.ranks.gather(self.rewards.timeouts)))
                 self._report(step_metrics(c, step, sums, grad_norm, clock))
                 if step == c.max_steps or (c.eval_steps and step % c.eval_steps == 0):
                     self._evaluate(step)
                 if step == c.max_steps or step % c.save_steps == 0:
                     self._save(step)
-        save_result(self.directory.path / self.result, self.policy.model, self.policy.tokenizer)
+        folder = self.directory.path / self.result
+        save_result(folder, self.policy.model, self.policy.tokenizer, self.named, self.ranks)
 
     @property
     def result(self) -> str:
@@ -137,8 +142,8 @@ class Trainer:
         rows: list[dict[str, Any]] = []
         for first in range(0, len(self.held_out), c.prompts_per_step):
             examples = self.held_out[first : first + c.prompts_per_step]
-            rollout = self._sample(examples, c.eval_samples, -1 - first)
-            rows += completion_rows(examples, rollout, self._reward(rollout, examples, c.eval_samples), c)
+            rollout, scores = self._sample_and_reward(examples, c.eval_samples, -1 - first)
+            rows += completion_rows(examples, rollout, scores, c)
             self.directory.record_completions("eval", step, rows)
         if rows:
             summary = evaluation_metrics(step, rows)
@@ -148,26 +153,23 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         position, model = self.data_position, self.policy.model
-        save_checkpoint(self.directory.checkpoints, step, position, model, self.optimizer, self.named)
+        save_checkpoint(self.directory.checkpoints, step, position, model, self.optimizer, self.named, self.ranks)
 
     def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
-        vocabulary = self.policy.support.weight.shape[0]
+        vocabulary = self.policy.vocabulary_size
         return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
 
     def _collect(self, step: int, clock: Clock) -> Groups:
-        """The step's groups, sampled and rewarded in a round, or in those that dynamic sampling asks for; all on disk."""
+        """The step's groups, in one round of sampling or in those that dynamic sampling asks for; all are on disk."""
         c, groups, rows = self.config, Groups(self.config), []
         while count := groups.missing:
             stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
             prompts = self._next_prompts(count)
-            rollout = self._sample(prompts, c.num_generations, stream)
-            clock.lap("rollout")
-            scores = self._reward(rollout, prompts, c.num_generations)
+            rollout, scores = self._sample_and_reward(prompts, c.num_generations, stream, clock)
             kept = groups.add(rollout, scores).repeat_interleave(c.num_generations).tolist()
             made = completion_rows(prompts, rollout, scores, c)
             rows += [row | {"trained": keep} for row, keep in zip(made, kept, strict=True)]
             self.directory.record_completions("step", step, rows)
-            clock.lap("reward")
         return groups
 
     def _next_prompts(self, count: int) -> list[Prompt]:
@@ -178,21 +180,44 @@ class Trainer:
         orders = {epoch: _permutation(size, self.config.seed, epoch) for epoch in {place // size for place in places}}
         return [self.prompts[orders[place // size][place % size]] for place in places]
 
+    def _sample_and_reward(
+        self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock | None = None
+    ) -> tuple[Rollout, torch.Tensor]:
+        """Completions of the prompts and their scores `[B, F]`, from each rank those of its share; all ranks get all."""
+        clock, mine, part = clock or Clock(), list(self.ranks.share(prompts)), None
+        if self.config.sampler.name == "server":  # one rank talks to it for all
+            mine = prompts if self.ranks.first else []
+        if mine or self.policy.sharded:  # a rank without a share samples along, since its part of the weights is needed
+            rollout = self._sample(mine or prompts[:1], group_size, self.ranks.name(stream))
+            clock.lap("rollout")
+        if mine:
+            scores, notes = self._reward(rollout, mine, group_size)
+            part = rollout, scores, notes
+        if self.ranks.size > 1:
+            parts = [given for given in self.ranks.gather(on_cpu(part)) if given is not None]
+            everything = [torch.ones(len(given[0].tokens.prompt_ids), dtype=torch.bool) for given in parts]
+            rollout = joined(self.policy, [given[0] for given in parts], everything)
+            scores, notes = torch.cat([given[1] for given in parts]), [note for given in parts for note in given[2]]
+        for note in notes:
+            self.say(note)
+        clock.lap("reward")
+        return rollout, scores
+
     def _sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout:
         seed = derived_seed(self.config.seed, stream)
         ids = [prompt.ids for prompt in prompts]
         return self._sampler.sample(ids, group_size, self.config.max_completion_length, seed)
 
-    def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> torch.Tensor:
-        """What each reward function gives each completion, float32 `[B, F]`, NaN where nothing."""
+    def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> tuple[torch.Tensor, list[str]]:
+        """What each reward function gives each completion, float32 `[B, F]`, NaN where nothing; and what to say of it."""
         examples = [prompt.example for prompt in prompts for _ in range(group_size)]
         tokens = rollout.tokens
         ids = [row[keep].tolist() for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]
         scores = self.rewards(examples, rollout.texts, ids)
-        for note in scores.notes:
-            self.say(note)
         values = torch.tensor(scores.values).T.contiguous()
-        return values if rollout.unusable is None else values.masked_fill(rollout.unusable.cpu()[:, None], math.nan)
+        if rollout.unusable is not None:
+            values = values.masked_fill(rollout.unusable.cpu()[:, None], math.nan)
+        return values, scores.notes
 
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
@@ -201,8 +226,8 @@ class Trainer:
         if (metrics["mismatch"] or 0.0) > LARGE_MISMATCH and not self.warned_of_mismatch:
             self.warned_of_mismatch = True
             self.say(
-                f"warning: the sampler's log-probs are {metrics['mismatch']:.3f} nats a token from the trainer's: compare "
-                "the two's dtype, temperature and adapter; `correction` weighs the difference within its bounds"
+                f"warning: the sampler's log-probs are {metrics['mismatch']:.3f} nats a token from the trainer's: "
+                "compare the two's dtype, temperature and adapter; `correction` weighs the difference within its bounds"
             )
         if self.config.lambda_reg > 0 and metrics["step"] == NO_PAIR_STEPS and self.pairs_seen == 0:
             self.say(

@@ -1,0 +1,173 @@
+"""The processes of a run: one alone, or several under torchrun, which share the work of each step.
+
+Each rank samples and scores its share of the prompts, then all know the whole batch, so that advantages, pairs and
+divisors are those of one process. The micro-batches are dealt out in turn. Adapters are trained under DDP, each
+rank with a copy of the model; whole models under FSDP2, each rank with a part of every weight, gradient and moment.
+The first rank alone writes.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .batch import MicroBatch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for another, which may be sampling: longer than any step should take."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This rank's consecutive part of `items`; parts differ by at most one in length and may be empty."""
+        each, more = divmod(len(items), self.size)
+        begin = self.rank * each + min(self.rank, more)
+        return items[begin : begin + each + (self.rank < more)]
+
+    def name(self, stream: int | str) -> int | str:
+        """A random stream's name on this rank; the first rank's is that of a process alone."""
+        return stream if self.first else f"{stream}/rank {self.rank}"
+
+    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Every `size`-th of `micros`, and as many on each rank: ranks that would have one less get an idle one."""
+        if not micros:
+            return []
+        shortest = MicroBatch(micros[-1].rows[-1:], whole=False, idle=True)
+        *others, last = [*micros, *[shortest] * (-len(micros) % self.size)][self.rank :: self.size]
+        return [*others, replace(last, last=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of each rank, by rank; anything that can be pickled, its tensors on the CPU."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def total_of_sums(self, sums: Counter[str]) -> Counter[str]:
+        """Named sums over the ranks; a name need not be on all of them."""
+        made: Counter[str] = Counter()
+        for part in self.gather({name: float(value) for name, value in sums.items()}):
+            made.update(part)
+        return made if self.size > 1 else sums
+
+    def wait(self) -> None:
+        """Returns when every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The ranks that torchrun started, connected; or this process alone."""
+    if not dist.is_torchelastic_launched():
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+class Forward(nn.Module):
+    """Runs a function of its parts inside a module's forward, where DDP and FSDP2 do theirs."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, run: Callable[[], Result]) -> Result:
+        """`run()`."""
+        return run()
+
+
+def copied(forward: Forward) -> DistributedDataParallel:
+    """For adapters: each rank has the model, and gradients are averaged in the last backward of a step."""
+    return DistributedDataParallel(forward, broadcast_buffers=False)
+
+
+def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: int) -> Forward:
+    """For whole models: float32 weights in `size` parts, layer by layer gathered in `compute` when they are needed."""
+    precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
+    options: Any = {"mesh": init_device_mesh(device.type, (size,)), "mp_policy": precision}
+    for layer in [module for module in forward.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        fully_shard(layer, **options)
+    return fully_shard(forward, **options)
+
+
+def run_whole(forward: nn.Module, run: Callable[[], Result]) -> Result:
+    """`run()` with every weight gathered once and for as long as it takes; every rank must call this.
+
+    Ranks may take different numbers of decoding steps: none of them waits for another once the weights are there.
+    """
+    shards = [module for module in forward.modules() if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        return forward(run)
+    finally:
+        for module in shards:
+            module.reshard()
+        for module in shards[1:]:
+            module.set_reshard_after_forward(True, recurse=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be in parts as one; every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_parts_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor in the parts, and on the device, of `like`; every rank must call this."""
+    if isinstance(like, DTensor) and tensor.shape == like.shape:
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return tensor.to(like.device)
+
+
+def on_cpu(value: Any) -> Any:
+    """A value whose tensors, also those inside tuples and dataclasses, are on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(map(on_cpu, value))
+    if hasattr(value, "__dataclass_fields__"):
+        return replace(value, **{name: on_cpu(getattr(value, name)) for name in value.__dataclass_fields__})
+    return value
