@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
-from amir_kernels._linear_head import choose_blocks
+from amir_kernels._linear_head import LIMITS, LIMITS_GPU, choose_blocks
 from amir_kernels.linear_logprob import _backward, _forward
 from head_cases import SMALL, LiveBytes, run, tensors, upstream
 
@@ -136,12 +136,12 @@ def test_fake_and_meta_tensors():
     budgets=st.tuples(st.integers(1, 2**30), st.integers(1, 2**30)),
     itemsize=st.sampled_from([4, 8]),
     copies=st.integers(0, 3),
+    limits=st.sampled_from([LIMITS["cpu"], LIMITS_GPU]),
 )
-def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, copies):
-    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, copies) for budget in sorted(budgets))
+def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, copies, limits):
+    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, copies, limits) for budget in sorted(budgets))
     assert small.rows >= 16
     assert small.columns >= 16
-    assert small.pass_rows >= 16
     assert large.rows >= small.rows
     assert large.columns >= small.columns
     assert small.columns <= max(16, -(-vocabulary // 16) * 16)

@@ -228,7 +228,7 @@ def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
     module = sys.modules["amir_kernels.linear_policy_loss"]
     with LiveBytes(hidden, weight, target) as live:
         if trained:
-            module._formed_loss(call, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {}))
+            module._formed_loss(call, workspace, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {}))
             kept = hidden.nbytes + weight.nbytes
         else:
             with torch.no_grad():

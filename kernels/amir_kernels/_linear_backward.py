@@ -13,7 +13,7 @@ Legend: n live rows, R rows of a block, H hidden size, V vocabulary, C columns o
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class HeadGrads(NamedTuple):
 
 
 class Sweep:
-    """The backward of a call: which gradients, and the two orders in which rows and columns can be gone through."""
+    """What a backward gathers: the gradients wanted, from the dlogits of row blocks and column tiles in any order."""
 
     def __init__(
         self,
@@ -122,16 +122,13 @@ class Sweep:
         target: Tensor,
         temperature: Tensor | float,
         index: Tensor,
-        slopes: Slopes,
         unit: Tensor | None,
         wanted: Wanted,
         ranges: Ranges,
-        form: FormDlogits,
         partial: bool,
     ) -> None:
         self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
-        self.index, self.slopes, self.unit, self.wanted, self.partial = index, slopes, unit, wanted, partial
-        self.ranges, self.form = ranges, form
+        self.index, self.unit, self.wanted, self.ranges, self.partial = index, unit, wanted, ranges, partial
         self.grad_hidden = self.grad_a = None
         if wanted.hidden:
             dtype = head.accumulate if partial else hidden.dtype
@@ -144,13 +141,8 @@ class Sweep:
             for tensor, want in zip(columns, (wanted.weight, wanted.bias, wanted.lora_b), strict=True)
         ]
 
-    def run(self) -> HeadGrads:
-        """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
-        together = all(grad.exact for grad in self.column_grads if grad) or len(self.ranges.rows) == 1
-        if self.wanted.hidden or self.wanted.lora_a or together:
-            self._rows_outside(with_columns=together)
-        if not together:
-            self._columns_outside()
+    def grads(self) -> HeadGrads:
+        """What was gathered, in each input's dtype."""
         grad_a = self.grad_a
         if grad_a is not None and self.head.lora:
             grad_a = grad_a if self.unit is None else grad_a * self.unit
@@ -158,45 +150,28 @@ class Sweep:
         weight, bias, grad_b = (grad.grad if grad else None for grad in self.column_grads)
         return HeadGrads(self.grad_hidden, weight, bias, grad_a, grad_b)
 
-    def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
-        block = row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
-        return block, self.slopes.of(slice(first, last), block.padded)
+    def row_block(self, first: int, last: int) -> RowBlock:
+        return row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
 
-    def _operands(self, start: int, stop: int) -> Tensor:
+    def operands(self, start: int, stop: int) -> Tensor:
         return self.head.operands(self.head.weight[start:stop])
 
-    def _rows_outside(self, with_columns: bool) -> None:
-        for first, last in self.ranges.rows:
-            block, slopes = self._block(first, last)
-            total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
-            low_rank = torch.zeros_like(block.low_rank)
-            for start, stop in self.ranges.columns:
-                weight = self._operands(start, stop)
-                dlogits = self.form(block, slopes, weight, start, stop)
-                if self.wanted.hidden:
-                    add_product(total, dlogits, weight)
-                if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
-                    add_product(low_rank, dlogits, self.head.operands(self.head.lora.b[start:stop]))
-                if with_columns:
-                    self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
-            self._store_rows(block, total, low_rank)
+    def add_rows(self, total: Tensor, low_rank: Tensor, dlogits: Tensor, weight: Tensor, start: int, stop: int) -> None:
+        if self.wanted.hidden:
+            add_product(total, dlogits, weight)
+        if self.head.lora and (self.wanted.hidden or self.wanted.lora_a):
+            add_product(low_rank, dlogits, self.head.operands(self.head.lora.b[start:stop]))
 
-    def _columns_outside(self) -> None:
-        for start, stop in self.ranges.columns:
-            weight = self._operands(start, stop)
-            for first, last in self.ranges.rows:
-                block, slopes = self._block(first, last)
-                dlogits = self.form(block, slopes, weight, start, stop)
-                self._add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+    def add_columns(self, block: RowBlock, dlogits: Tensor, start: int, stop: int, first: bool, last: bool) -> None:
+        of_weight, of_bias, of_b = self.column_grads
+        if of_weight:
+            of_weight.add(dlogits, block.hidden, start, stop, first, last, self.unit)
+        if of_bias:
+            of_bias.add(dlogits, block.hidden.new_ones(block.padded, 1), start, stop, first, last, self.unit)
+        if of_b:
+            of_b.add(dlogits, block.low_rank.to(self.head.operand), start, stop, first, last, self.unit)
 
-    def _add_columns(self, block: RowBlock, dlogits: Tensor, start: int, stop: int, first: bool, last: bool) -> None:
-        ones = block.hidden.new_ones(block.padded, 1)
-        rights = (block.hidden, ones, block.low_rank.to(self.head.operand))
-        for grad, right in zip(self.column_grads, rights, strict=True):
-            if grad is not None:
-                grad.add(dlogits, right, start, stop, first, last, self.unit)
-
-    def _store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor) -> None:
+    def store_rows(self, block: RowBlock, total: Tensor, low_rank: Tensor) -> None:
         if self.head.lora:
             low_rank = (low_rank * self.head.lora.scaling).to(self.head.operand)
             if self.wanted.hidden:
@@ -208,6 +183,48 @@ class Sweep:
                 total.mul_(self.unit)
             rows = total[: block.positions.shape[0]].to(self.grad_hidden.dtype)
             self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
+
+
+class _RecomputingSweep(Sweep):
+    """The backward of a call whose slopes are known: the dlogits are formed again, in either order."""
+
+    def __init__(self, *arguments: Any, slopes: Slopes, form: FormDlogits) -> None:
+        super().__init__(*arguments)
+        self._slopes, self._form = slopes, form
+
+    def run(self) -> HeadGrads:
+        """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
+        together = all(grad.exact for grad in self.column_grads if grad) or len(self.ranges.rows) == 1
+        if self.wanted.hidden or self.wanted.lora_a or together:
+            self._rows_outside(with_columns=together)
+        if not together:
+            self._columns_outside()
+        return self.grads()
+
+    def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
+        block = self.row_block(first, last)
+        return block, self._slopes.of(slice(first, last), block.padded)
+
+    def _rows_outside(self, with_columns: bool) -> None:
+        for first, last in self.ranges.rows:
+            block, slopes = self._block(first, last)
+            total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
+            low_rank = torch.zeros_like(block.low_rank)
+            for start, stop in self.ranges.columns:
+                weight = self.operands(start, stop)
+                dlogits = self._form(block, slopes, weight, start, stop)
+                self.add_rows(total, low_rank, dlogits, weight, start, stop)
+                if with_columns:
+                    self.add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+            self.store_rows(block, total, low_rank)
+
+    def _columns_outside(self) -> None:
+        for start, stop in self.ranges.columns:
+            weight = self.operands(start, stop)
+            for first, last in self.ranges.rows:
+                block, slopes = self._block(first, last)
+                dlogits = self._form(block, slopes, weight, start, stop)
+                self.add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
 
 
 def head_grads(
@@ -236,6 +253,5 @@ def head_grads(
         unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
         slopes = slopes.over(unit)
     ranges = Ranges.of(head, workspace, index.shape[0])
-    form = make_form(head, ranges)
-    sweep = Sweep(head, hidden, target, temperature, index, slopes, unit, wanted, ranges, form, partial)
-    return sweep.run()
+    arguments = (head, hidden, target, temperature, index, unit, wanted, ranges, partial)
+    return _RecomputingSweep(*arguments, slopes=slopes, form=make_form(head, ranges)).run()

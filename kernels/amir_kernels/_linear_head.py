@@ -12,14 +12,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DEFAULT_WORKSPACE_BYTES = {"cpu": 64 * 2**20}
+DEFAULT_WORKSPACE_BYTES = {"cpu": 32 * 2**20}
 DEFAULT_WORKSPACE_BYTES_GPU = 256 * 2**20
 ROW_MULTIPLE = 16
 """Row blocks are padded to this multiple: BLAS then computes a row the same way whatever the number of rows."""
-MAX_COLUMNS = 4096
-"""Columns of a vocabulary tile: fastest for the bare products on a CPU."""
-PASS_BYTES = 4 * 2**20
-"""Elementwise work goes over this much of a tile at a time: little enough for the cache, enough for two threads."""
+
+
+class Limits(NamedTuple):
+    """Rows of a block and columns of a tile beyond which the products gain nothing."""
+
+    rows: int
+    columns: int
+    formed_rows: int
+    """where a block's logits are kept for the whole vocabulary"""
+
+
+LIMITS = {"cpu": Limits(1024, 1024, 128)}
+"""A tile of 4 MiB: little enough for the elementwise work to stay in the cache, enough for two threads."""
+LIMITS_GPU = Limits(2**20, 4096, 2**20)
 
 
 class Lora(NamedTuple):
@@ -55,16 +65,20 @@ class Head:
         """What the products are called with. A CPU has no 16-bit product with a float32 result: tiles are widened."""
         return self.compute if self.weight.is_cuda else self.accumulate
 
+    @property
+    def depth(self) -> int:
+        """H + r"""
+        return self.weight.shape[1] + (self.lora.a.shape[0] if self.lora else 0)
+
     def operands(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.compute).to(self.operand)
 
 
 class Blocks(NamedTuple):
-    """Rows of a block, columns of a tile, and rows of a tile that the elementwise work takes at a time."""
+    """Rows of a block and columns of a tile."""
 
     rows: int
     columns: int
-    pass_rows: int
 
     def columns_of(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(c, min(c + self.columns, vocabulary)) for c in range(0, vocabulary, self.columns)]
@@ -84,41 +98,42 @@ def default_workspace(device: torch.device) -> int:
     return DEFAULT_WORKSPACE_BYTES.get(device.type, DEFAULT_WORKSPACE_BYTES_GPU)
 
 
-def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, copies: int) -> Blocks:
+def limits_of(device: torch.device) -> Limits:
+    return LIMITS.get(device.type, LIMITS_GPU)
+
+
+def choose_blocks(vocabulary: int, depth: int, workspace: int, itemsize: int, copies: int, limits: Limits) -> Blocks:
     """The largest blocks whose scratch fits `workspace` bytes; at least 16 x 16. Does not depend on the number of rows.
 
-    `depth` is H + r. A quarter is for elementwise work, another for the `copies` of weight tiles where there are any,
-    the rest for the rows. Rows and columns each grow with the workspace, or stay.
+    `depth` is H + r. A quarter is for the `copies` of weight tiles where there are any, the rest for the rows: a tile,
+    two like it for elementwise work, and three `[R, H + r]`. Rows and columns each grow with the workspace, or stay.
     """
-    widest = min(MAX_COLUMNS, round_up(vocabulary, ROW_MULTIPLE))
+    widest = min(limits.columns, round_up(vocabulary, ROW_MULTIPLE))
     per_column = itemsize * max(3 * ROW_MULTIPLE, copies * depth)
     columns = widest
     while columns > ROW_MULTIPLE and columns * per_column > workspace // 4:
         columns = max(ROW_MULTIPLE, round_up(columns // 2, ROW_MULTIPLE))
-    for_rows = workspace - workspace // 4 * (2 if copies else 1)
-    rows = for_rows // (itemsize * (widest + 3 * depth) * ROW_MULTIPLE) * ROW_MULTIPLE
-    pass_rows = min(PASS_BYTES, workspace // 8) // (columns * itemsize * ROW_MULTIPLE) * ROW_MULTIPLE
-    return Blocks(max(rows, ROW_MULTIPLE), columns, max(pass_rows, ROW_MULTIPLE))
+    for_rows = workspace - (workspace // 4 if copies else 0)
+    rows = for_rows // (itemsize * 3 * (widest + depth) * ROW_MULTIPLE) * ROW_MULTIPLE
+    return Blocks(min(max(rows, ROW_MULTIPLE), limits.rows), columns)
 
 
-def _weight_copies(head: Head) -> int:
+def weight_copies(head: Head) -> int:
     """Weight tiles in scratch: two on the way to the products' dtype, one float32 sum of a 16-bit gradient."""
     return 2 * (head.weight.dtype != head.operand) + (head.weight.dtype != head.accumulate)
 
 
 def blocks_of(head: Head, workspace: int) -> Blocks:
-    vocabulary, hidden_size = head.weight.shape
-    depth = hidden_size + (head.lora.a.shape[0] if head.lora else 0)
-    return choose_blocks(vocabulary, depth, workspace, head.accumulate.itemsize, _weight_copies(head))
+    copies, limits = weight_copies(head), limits_of(head.weight.device)
+    return choose_blocks(head.weight.shape[0], head.depth, workspace, head.accumulate.itemsize, copies, limits)
 
 
 def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
     """Bound on the scratch of a call with so many rows, forward and backward."""
     blocks = blocks_of(head, workspace)
-    depth = head.weight.shape[1] + (head.lora.a.shape[0] if head.lora else 0)
     tall = min(blocks.rows, round_up(rows, ROW_MULTIPLE))
-    numbers = tall * (blocks.columns + 3 * depth) + 2 * min(blocks.pass_rows, tall) * blocks.columns
-    return (numbers + _weight_copies(head) * blocks.columns * depth) * head.accumulate.itemsize
+    numbers = tall * 3 * (blocks.columns + head.depth) + weight_copies(head) * blocks.columns * head.depth
+    return numbers * head.accumulate.itemsize
 
 
 @contextlib.contextmanager
@@ -149,7 +164,12 @@ def pad_rows(values: Tensor, rows: int, fill: float) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if a.dtype == out.dtype:
+    """a @ b of a row block; a row's bits do not depend on how many there are."""
+    if out.dtype == torch.float64:  # with several threads BLAS may split the sum of a product of few float64 rows
+        for first in range(0, a.shape[0], ROW_MULTIPLE):
+            rows = slice(first, first + ROW_MULTIPLE)
+            torch.mm(a[rows], b, out=out[rows])
+    elif a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
@@ -198,12 +218,11 @@ class Ranges(NamedTuple):
 
     rows: list[tuple[int, int]]
     columns: list[tuple[int, int]]
-    pass_rows: int
 
     @classmethod
     def of(cls, head: Head, workspace: int, rows: int) -> "Ranges":
         blocks = blocks_of(head, workspace)
-        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]), blocks.pass_rows)
+        return cls(blocks.rows_of(rows), blocks.columns_of(head.weight.shape[0]))
 
     @property
     def tallest(self) -> int:

@@ -7,7 +7,6 @@ Legend: n live rows, R rows of a block, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,22 +22,36 @@ LOWEST = -1e30
 """Start of the running maximum. Finite, so that a tile of -inf gives e^(-inf - m) = 0 and no NaN."""
 
 
+Owned = tuple[Tensor, Tensor] | None
+"""The rows of a block whose targets lie in a tile, and their columns there; None where no row's does."""
+
+
+def owners(target: Tensor, columns: list[tuple[int, int]]) -> list[Owned]:
+    """For each tile the rows it owns. Waits for the device."""
+    in_order, rows = target.sort(stable=True)
+    starts = torch.tensor([start for start, _ in columns] + [columns[-1][1]], device=target.device)
+    cuts = torch.searchsorted(in_order, starts).tolist()
+    spans = zip(columns, cuts, cuts[1:], strict=False)
+    return [(rows[a:b], in_order[a:b] - start) if a < b else None for (start, _), a, b in spans]
+
+
 class Tiles:
     """Scratch, and the logits tiles formed in it. A tile is `[R, C rounded up to 16s]`, -inf past V."""
 
     def __init__(self, head: Head, ranges: Ranges) -> None:
         self.head = head
-        self.pass_rows = min(ranges.pass_rows, ranges.tallest)
         self._size = ranges.tallest * ranges.widest
-        self._tile: Tensor | None = None
-        self._spare = torch.empty(2, self.pass_rows * ranges.widest, dtype=head.accumulate, device=head.weight.device)
+        self._rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, rows: int, width: int) -> Tensor:
+        """`[rows, width]` of the scratch of that name, which is allocated when it is first asked for."""
+        if name not in self._rooms:
+            self._rooms[name] = torch.empty(self._size, dtype=self.head.accumulate, device=self.head.weight.device)
+        return self._rooms[name][: rows * width].view(rows, width)
 
     def tile(self, block: RowBlock, start: int, stop: int) -> Tensor:
-        """Room for a tile; the same for every tile, allocated for the first."""
-        width = round_up(stop - start, ROW_MULTIPLE)
-        if self._tile is None:
-            self._tile = self._spare.new_empty(self._size)
-        return self._tile[: block.padded * width].view(block.padded, width)
+        """Room for a tile; the same for every tile."""
+        return self.room("tile", block.padded, round_up(stop - start, ROW_MULTIPLE))
 
     def logits(self, block: RowBlock, weight: Tensor, start: int, stop: int, tile: Tensor) -> Tensor:
         """logit-scale, cap and temperature still to come: hidden @ weight.T + low_rank @ b.T + bias, in `tile`."""
@@ -50,28 +63,22 @@ class Tiles:
             products.add_(head.bias[start:stop].to(head.accumulate))
         return tile
 
-    def passes(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
-        """Parts of a tile that fit the cache, each with two spares of its shape and the slice of its rows."""
-        for start in range(0, tile.shape[0], self.pass_rows):
-            rows = slice(start, min(start + self.pass_rows, tile.shape[0]))
-            part = tile[rows]
-            yield part, *self._spare[:, : part.numel()].view(2, *part.shape), rows
-
-    def finish_logits(self, part: Tensor, slope: Tensor, block: RowBlock, rows: slice, valid: int) -> None:
-        """Scale, cap and temperature, in place; under a cap, `slope` receives its derivative 1 - tanh^2."""
-        head = self.head
+    def finish_logits(self, tile: Tensor, block: RowBlock, valid: int) -> Tensor | None:
+        """Scale, cap and temperature, in place. Returns the cap's derivative 1 - tanh^2 where there is a cap."""
+        head, slope = self.head, None
         if head.logit_scale != 1.0:
-            part.mul_(head.logit_scale)
+            tile.mul_(head.logit_scale)
         if head.softcap is not None:
-            part.div_(head.softcap).tanh_()
-            torch.mul(part, part, out=slope).neg_().add_(1.0)
-            part.mul_(head.softcap)
+            tile.div_(head.softcap).tanh_()
+            slope = torch.mul(tile, tile, out=self.room("slope", *tile.shape)).neg_().add_(1.0)
+            tile.mul_(head.softcap)
         if isinstance(block.temperature, Tensor):
-            part.div_(block.temperature[rows, None])
+            tile.div_(block.temperature[:, None])
         elif block.temperature != 1.0:
-            part.div_(block.temperature)
-        if valid < part.shape[1]:
-            part[:, valid:] = -math.inf
+            tile.div_(block.temperature)
+        if valid < tile.shape[1]:
+            tile[:, valid:] = -math.inf
+        return slope
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -105,23 +112,23 @@ def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool)
     return RowStats(torch.full_like(zeros[0], LOWEST), zeros[0], zeros[1] if with_entropy else None, zeros[2])
 
 
-def fold(part: Tensor, spare: Tensor, target: Tensor, start: int, stop: int, stats: RowStats) -> None:
-    """Takes the columns [start, stop) of a few rows into their statistics.
+def fold(tile: Tensor, owned: Owned, stats: RowStats, tiles: Tiles) -> None:
+    """Takes a tile's columns into the rows' statistics.
 
-    `part` becomes e^(z - m) with the new m, or scratch where the entropy is among them.
+    The tile becomes e^(z - m) with the new m, or scratch where the entropy is among the statistics.
     """
-    owned = (target >= start) & (target < stop)
-    column = (target - start).clamp_(0, stop - start - 1)[:, None]
-    stats.picked.copy_(torch.where(owned, part.gather(1, column)[:, 0], stats.picked))
-    shift = torch.maximum(stats.shift, part.amax(1))
+    if owned:
+        rows, columns = owned
+        stats.picked[rows] = tile[rows, columns]
+    shift = torch.maximum(stats.shift, tile.amax(1))
     fade = torch.exp(stats.shift - shift)
-    part.sub_(shift[:, None]).clamp_(min=DEEPEST[part.dtype])
+    tile.sub_(shift[:, None]).clamp_(min=DEEPEST[tile.dtype])
     if stats.weighted is None:
-        exps = part.exp_()
+        exps = tile.exp_()
     else:
-        exps = torch.exp(part, out=spare)
+        exps = torch.exp(tile, out=tiles.room("exps", *tile.shape))
         moved = (stats.weighted + (stats.shift - shift) * stats.total) * fade
-        stats.weighted.copy_(moved + part.mul_(exps).sum(1))
+        stats.weighted.copy_(moved + tile.mul_(exps).sum(1))
     stats.total.mul_(fade).add_(exps.sum(1))
     stats.shift.copy_(shift)
 
@@ -142,14 +149,41 @@ def row_stats(
     for first, last in ranges.rows:
         block = row_block(head, hidden, target, temperature, index[first:last])
         stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy)
-        for start, stop in ranges.columns:
+        for (start, stop), owned in zip(ranges.columns, owners(block.target, ranges.columns), strict=True):
             tile = tiles.tile(block, start, stop)
             tiles.logits(block, head.operands(head.weight[start:stop]), start, stop, tile)
-            for part, spare, slope, rows in tiles.passes(tile):
-                tiles.finish_logits(part, slope, block, rows, stop - start)
-                fold(part, spare, block.target[rows], start, stop, stats.of(rows))
+            tiles.finish_logits(tile, block, stop - start)
+            fold(tile, owned, stats, tiles)
         result.take(slice(first, last), stats)
     return result
+
+
+# ---- gradients formed in the forward -------------------------------------------------------------------------------
+
+
+class SlopeStats(NamedTuple):
+    """Statistics of a block's rows, and what a target's logit needs of the soft cap."""
+
+    stats: RowStats
+    cap_slope: Tensor
+    """1 - tanh^2 at the target"""
+
+    @classmethod
+    def empty(cls, block: RowBlock, dtype: torch.dtype) -> "SlopeStats":
+        stats = empty_stats(block.padded, block.hidden, dtype, with_entropy=False)
+        return cls(stats, torch.ones_like(stats.shift))
+
+
+def fold_slope(tiles: Tiles, block: RowBlock, tile: Tensor, valid: int, owned: Owned, into: SlopeStats) -> None:
+    """Folds a tile of x = hidden @ weight.T + bias, which becomes e^(z - m) (1 - tanh^2), and 0 at the targets."""
+    slope = tiles.finish_logits(tile, block, valid)
+    fold(tile, owned, into.stats, tiles)
+    if owned:
+        tile[owned] = 0.0
+        if slope is not None:
+            into.cap_slope[owned[0]] = slope[owned]
+    if slope is not None:
+        tile.mul_(slope)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
@@ -158,20 +192,19 @@ def row_stats(
 def turn_into_dlogits(tiles: Tiles, tile: Tensor, block: RowBlock, slopes: Slopes, start: int, stop: int) -> Tensor:
     """dL/dx in the place of a tile of x = hidden @ weight.T + bias."""
     valid = stop - start
+    slope = tiles.finish_logits(tile, block, valid)
+    tile.sub_(slopes.shift[:, None]).clamp_(min=DEEPEST[tile.dtype])
+    if slopes.b is None:
+        tile.exp_().mul_(slopes.a[:, None])
+    else:
+        exps = torch.exp(tile, out=tiles.room("exps", *tile.shape))
+        tile.mul_(slopes.b[:, None]).add_(slopes.a[:, None]).mul_(exps)
     owned = (block.target >= start) & (block.target < stop)
     column = (block.target - start).clamp_(0, valid - 1)[:, None]
-    for part, spare, slope, rows in tiles.passes(tile):
-        tiles.finish_logits(part, slope, block, rows, valid)
-        part.sub_(slopes.shift[rows, None]).clamp_(min=DEEPEST[part.dtype])
-        if slopes.b is None:
-            part.exp_().mul_(slopes.a[rows, None])
-        else:
-            exps = torch.exp(part, out=spare)
-            part.mul_(slopes.b[rows, None]).add_(slopes.a[rows, None]).mul_(exps)
-        at_target = torch.where(owned[rows], slopes.at_target[rows], part.gather(1, column[rows])[:, 0])
-        part.scatter_(1, column[rows], at_target[:, None])
-        if tiles.head.softcap is not None:
-            part.mul_(slope)
+    at_target = torch.where(owned, slopes.at_target, tile.gather(1, column)[:, 0])
+    tile.scatter_(1, column, at_target[:, None])
+    if slope is not None:
+        tile.mul_(slope)
     return tile[:, :valid].to(tiles.head.operand)
 
 

@@ -430,7 +430,7 @@ def linear_logprob_entropy(
             B, and the same hidden, A and (global) target. Results, and the gradients of hidden and A, are global;
             every rank must see the same upstream gradients. Those two gradients are summed in float32 over the ranks.
         workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers; one 16 x 16 tile is used
-            in any case. Default 64 MiB on a CPU, 256 MiB on a GPU.
+            in any case. Default 32 MiB on a CPU, 256 MiB on a GPU.
         backend: "auto", "triton" or "torch".
         entropy_grad: False treats the entropy as a constant.
 
@@ -441,7 +441,8 @@ def linear_logprob_entropy(
     are left out. Double backward is refused. Kept for backward: the inputs, and 12 bytes per row (16 with entropy).
 
     On one device, backend, thread count and workspace a row's results are the same bits whatever the other rows, its
-    position, the padding, the grad mode, and whether `linear_logprob` or this function computed it.
+    position, the padding, the grad mode, and whether `linear_logprob`, `linear_policy_loss` or this function computed
+    it. (With backend="torch" on a GPU only as far as the vendor's products do not depend on the number of rows.)
     """
     call = call_of(
         hidden,
@@ -472,6 +473,7 @@ def workspace_of(
 
     Scratch is what a call allocates beyond its inputs, its results, the gradients it returns and O(N) numbers. With
     `process_group`, the gradient of hidden is summed in float32: 4 N H bytes more where hidden has 16 bits.
+    `linear_policy_loss` uses the same, with a trained head up to its own `workspace_bytes`.
     """
     check_float("hidden", hidden)
     _check_weight(weight)

@@ -23,9 +23,9 @@ from torch import Tensor
 from ._checks import check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
-from ._linear_formed import FormedLoss, FormedSweep
+from ._linear_formed import FormedLoss, FormedSweep, default_room
 from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
-from ._linear_torch import RowStats, Tiles, empty_stats, fold
+from ._linear_torch import RowStats, SlopeStats, Tiles, fold_slope, owners
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
 from .policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
 from .preference_loss import sequence_logprob
@@ -42,25 +42,16 @@ def _block_slope(
 ) -> tuple[RowStats, Tensor]:
     """Statistics and d logprob / d hidden of a block's rows, without the factor logit_scale / temperature."""
     block = row_block(head, hidden, target, temperature, index)
-    stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy=False)
+    folded = SlopeStats.empty(block, head.accumulate)
+    stats = folded.stats
     others = torch.zeros(block.hidden.shape, dtype=head.accumulate, device=hidden.device)
     others_b = torch.zeros_like(block.low_rank)
-    cap_slope = torch.ones_like(stats.shift)
-    for start, stop in ranges.columns:
+    for (start, stop), owned in zip(ranges.columns, owners(block.target, ranges.columns), strict=True):
         weight = head.operands(head.weight[start:stop])
         tile = tiles.tile(block, start, stop)
         tiles.logits(block, weight, start, stop, tile)
-        owned = (block.target >= start) & (block.target < stop)
-        column = (block.target - start).clamp_(0, stop - start - 1)[:, None]
         before = stats.shift.clone()
-        for part, spare, slope, rows in tiles.passes(tile):
-            tiles.finish_logits(part, slope, block, rows, stop - start)
-            fold(part, spare, block.target[rows], start, stop, stats.of(rows))
-            at_target = part.gather(1, column[rows])[:, 0].masked_fill_(owned[rows], 0.0)
-            part.scatter_(1, column[rows], at_target[:, None])
-            if head.softcap is not None:
-                cap_slope[rows] = torch.where(owned[rows], slope.gather(1, column[rows])[:, 0], cap_slope[rows])
-                part.mul_(slope)
+        fold_slope(tiles, block, tile, stop - start, owned, folded)
         fade = torch.exp(before - stats.shift)[:, None]
         exps = tile[:, : stop - start].to(head.operand)
         add_product(others.mul_(fade), exps, weight)
@@ -68,7 +59,7 @@ def _block_slope(
             add_product(others_b.mul_(fade), exps, head.operands(head.lora.b[start:stop]))
     real = slice(0, index.shape[0])
     stats = stats.of(real)
-    own = (-torch.expm1(stats.picked - stats.shift - stats.total.log()) * cap_slope[real])[:, None]
+    own = (-torch.expm1(stats.picked - stats.shift - stats.total.log()) * folded.cap_slope[real])[:, None]
     chosen = block.target[real]
     pull = own * gather_rows(head.weight, chosen) - others[real] / stats.total[:, None]
     if head.lora:
@@ -194,7 +185,8 @@ def linear_policy_loss(
     gradient is known to be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a
     gradient (frozen head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where
     float32 parameters of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and
-    torch.compile does not trace this form. Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a
+    torch.compile does not trace this form, and `workspace_bytes` is by default 56 MiB on a CPU, since a row block's
+    logits wait in it (at least 16 rows of them, whatever it is). Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a
     trained head. Log-probs are the same bits in every form.
     """
     chosen = resolve_objective(objective)
@@ -257,7 +249,8 @@ def linear_policy_loss(
     call = call._replace(target=torch.where(moving, counted, ignore_index))
     if form == "slope":
         return loss_of(_logprob_slope(*call)[0] + still)
-    return _formed_loss(call, still, loss_of)
+    room = default_room(hidden.device) if workspace_bytes is None else workspace_bytes
+    return _formed_loss(call, room, still, loss_of)
 
 
 def _form(call: Call) -> str:
@@ -271,7 +264,7 @@ def _form(call: Call) -> str:
     return "formed" if exact and not torch.compiler.is_compiling() else "two passes"
 
 
-def _formed_loss(call: Call, still: Tensor, loss_of: Callable[[Tensor], PolicyLoss]) -> PolicyLoss:
+def _formed_loss(call: Call, room: int, still: Tensor, loss_of: Callable[[Tensor], PolicyLoss]) -> PolicyLoss:
     """The loss with the gradients of a trained head, formed block by block; `still` has the other tokens' log-probs."""
 
     def loss_slope(positions: Tensor, logprob: Tensor) -> Tensor:
@@ -284,7 +277,7 @@ def _formed_loss(call: Call, still: Tensor, loss_of: Callable[[Tensor], PolicyLo
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in leaves))
     with torch.no_grad(), exact_products(call.hidden.device):
         index = live_rows(call, call.weight.shape[0])
-        arguments = (call.head, call.hidden, call.target, call.row_temperature, index, wanted, call.workspace)
+        arguments = (call.head, call.hidden, call.target, call.row_temperature, index, wanted, call.workspace, room)
         sweep = FormedSweep(*arguments, loss_slope)
         grads = sweep.run()
         loss, metrics = loss_of(still.reshape(-1).index_copy(0, index, sweep.logprob).view(still.shape))
