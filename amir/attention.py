@@ -3,6 +3,7 @@
 T tokens of a row; q and k the queries and keys of one segment; D head size.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,11 +36,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """A row of segments: who attends to whom. Masks are made on demand and shared by the layers."""
+    """A row of segments: who attends to whom.
+
+    `windows` fills with the sliding window that each layer asks for, `made` with masks, which the layers share.
+    """
 
     segments: list[Segment]
-    masks: dict[Any, Tensor] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)  # the sliding window that each layer asked for
+    windows: dict[int, int | None] = field(default_factory=dict)
+    made: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -63,21 +67,21 @@ class Segments:
         """
         length, context, widest = self.lengths[place], self.contexts[place], max(self.contexts)
         key = (window, like.dtype, like.device)
-        if key not in self.masks:
+        if key not in self.made:
             longest = max(self.lengths)
             ahead = torch.arange(longest, device=like.device)[:, None] + widest
             ahead = ahead - torch.arange(widest + longest, device=like.device)
             hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
             band = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self.masks[key] = band.masked_fill_(hidden, float("-inf"))
-        return self.masks[key][:length, widest - context : widest + length]
+            self.made[key] = band.masked_fill_(hidden, float("-inf"))
+        return self.made[key][:length, widest - context : widest + length]
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cumulative queries and keys, int32 `[segments + 1]` each."""
-        if device not in self.masks:
+        if device not in self.made:
             ends = [[0, *accumulate(lengths)] for lengths in (self.lengths, self.key_lengths)]
-            self.masks[device] = torch.tensor(ends, dtype=torch.int32, device=device)
-        return self.masks[device][0], self.masks[device][1]
+            self.made[device] = torch.tensor(ends, dtype=torch.int32, device=device)
+        return self.made[device][0], self.made[device][1]
 
 
 class Scores(NamedTuple):
@@ -132,7 +136,7 @@ def packed_attention(
 
 
 def _after_prompts(x: Tensor, row: Segments) -> list[Tensor]:
-    """Keys or values `[1, heads, k, D]` of each segment: its prompt's, then its own. Split once: one sum of gradients."""
+    """Keys or values `[1, heads, k, D]` of each segment: its prompt's, then its own."""
     parts = x.split(row.lengths, dim=2)
     return [
         own if segment.prompt is None else torch.cat([parts[segment.prompt], own], dim=2)
@@ -153,6 +157,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int
 
 def _attend_capped(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int, how: Scores) -> Tensor:
     """The same with bounded scores, `[heads, q, k]` of them in memory; softmax in float32, as in Transformers."""
+    assert how.softcap is not None
     scores = query @ _every_head(query, key).transpose(2, 3) * how.scaling
     scores = torch.tanh(scores / how.softcap) * how.softcap + row.mask(place, how.window, query)
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ _every_head(query, value)
@@ -182,7 +187,10 @@ def varlen_kernel(query: Tensor, how: Scores) -> Callable[..., Tensor] | None:
         return None
     if is_flash_attn_greater_or_equal("2.6.0"):
         return _flash_attn_kernel
-    return None if how.softcap is not None else _torch_kernel
+    return _torch_kernel if how.softcap is None and _TORCH_SERVES else None
+
+
+_TORCH_SERVES = {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def _flash_attn_kernel(
@@ -208,7 +216,7 @@ def _flash_attn_kernel(
 def _torch_kernel(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int, how: Scores
 ) -> Tensor:
-    return varlen_attn(
+    return varlen_attn(  # type: ignore[return-value]
         q,
         k,
         v,

@@ -48,13 +48,15 @@ METRICS = {
     "completion_tokens": "mean tokens of a completion, EOS included",
     "right_tokens": "mean tokens of completions whose answer is right",
     "wrong_tokens": "mean tokens of completions whose answer is wrong",
+    "tokens_trained": "completion tokens in the loss of this step, last inner iteration",
+    "tokens_computed": "tokens that their training forward put through the model, prompts and padding included",
     "clip_share": "share of trained tokens whose ratio was clipped, low or high",
     "clip_low_share": "share of trained tokens whose ratio was clipped from below",
     "clip_high_share": "share of trained tokens whose ratio was clipped from above",
     "ratio": "mean policy ratio over trained tokens",
     "kl": "mean KL estimate to the reference over trained tokens, nats; where reference log-probs were needed",
     "entropy": "mean entropy of the next-token distributions over trained tokens, nats; where entropy_coef > 0",
-    "mismatch": "mean |log-prob of the trainer - of the sampler| over trained tokens, nats; where another engine samples",
+    "mismatch": "mean |trainer's log-prob - sampler's| over trained tokens, nats; where another engine samples",
     "mismatch_max": "the largest of them",
     "effective_sample_share": "(sum c)^2 / (n sum c^2), c = exp(trainer - sampler), by token or as `correction` says",
     "missing_logprob_share": "share of trained tokens without a log-prob of the sampler; their ratio is 1",
@@ -119,8 +121,8 @@ def batch_sums(batch: Batch, config: RunConfig) -> Sums:
                     sums[f"{name}_tokens"] += float(lengths[rows].sum())
     if batch.old_logprobs is not None:
         mean = sequence_logprob(batch.old_logprobs, batch.loss_mask).double()
-        sums["chosen_logprob_sum"] += float((batch.chosen * mean).sum())
-        sums["rejected_logprob_sum"] += float((batch.rejected * mean).sum())
+        sums["better_logprob_sum"] += float((batch.chosen * mean).sum())
+        sums["worse_logprob_sum"] += float((batch.rejected * mean).sum())
         if batch.sampled_logprobs is not None:
             trained = batch.loss_mask & batch.live[:, None]
             sums.update(mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction))
@@ -151,8 +153,8 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "learning_rate": learning_rate(config, step),
         "pairs": int(pairs),
         "pair_accuracy": _ratio(total.get("pairs_correct"), total.get("pairs")),
-        "chosen_logprob": _ratio(total.get("chosen_logprob_sum"), pairs),
-        "rejected_logprob": _ratio(total.get("rejected_logprob_sum"), pairs),
+        "chosen_logprob": _ratio(total.get("better_logprob_sum"), pairs),
+        "rejected_logprob": _ratio(total.get("worse_logprob_sum"), pairs),
         "zero_variance_share": total["zero_variance_groups"] / total["groups"],
         "groups_sampled": int(total["groups_sampled"]),
         "sampling_rounds": int(total["sampling_rounds"]),
@@ -162,6 +164,8 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "completion_tokens": total["completion_tokens"] / completions,
         "right_tokens": _ratio(total.get("right_tokens"), total.get("right_count")),
         "wrong_tokens": _ratio(total.get("wrong_tokens"), total.get("wrong_count")),
+        "tokens_trained": int(total.get("tokens", 0)),
+        "tokens_computed": int(total.get("tokens_computed", 0)),
         "clip_share": None if low is None or high is None else low + high,
         "clip_low_share": low,
         "clip_high_share": high,
@@ -169,7 +173,7 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "kl": _ratio(total.get("kl_sum"), tokens),
         "entropy": _ratio(total.get("entropy_sum"), tokens),
         "mismatch": _ratio(total.get("mismatch_sum"), total.get("logprobs_given")),
-        "mismatch_max": total.get("mismatch_max"),
+        "mismatch_max": total["mismatch_max"] if total.get("logprobs_given") else None,
         "effective_sample_share": _effective_share(total),
         "missing_logprob_share": _ratio(
             total.get("logprobs_missing"), total.get("logprobs_missing", 0) + total.get("logprobs_given", 0)

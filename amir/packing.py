@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from .attention import NAME, Segment, Segments, Unpackable, packed_attention
+from .attention import NAME, Segment, Segments, packed_attention
 from .batch import Tokens
 
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Allowed || packed - plain || / || plain || of the hidden states; other dtypes and quantized weights: the next one."""
-ROUGH_TOLERANCE = 0.1
+PROBE_TOLERANCE, ROUGH_PROBE_TOLERANCE = 1e-4, 0.08
+"""Allowed || packed - plain || / || plain || of hidden states: in float32, and in 16 bits or on quantized weights.
+
+Seen on SmolLM2-135M: 6e-7 in float32, 1e-3 in 16 bits, 2e-3 on 4-bit and 5e-2 on 8-bit weights, whose rounding depends
+on all tokens of a call. Wrong positions make 0.1, a wrong mask 0.5 and more.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,11 @@ def hidden_states(body: Any, tokens: Tokens, *, packed: bool) -> Tensor:
     """Hidden states `[K, H]` that predict the completion tokens, row by row, with gradients to the body's weights.
 
     Packed, or in plain rows for a body that `why_unpacked` names: each completion after its own copy of the prompt,
-    padded on the right, where nothing looks.
+    padded on the right. No token looks there, so that no mask is needed, whatever mixes the tokens.
     """
     if not packed:
-        ids, mask, predicts = plain_rows(tokens)
-        output = body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return output.flatten(0, 1)[predicts]
+        ids, predicts = plain_rows(tokens)
+        return body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[predicts]
     return _run(body, pack(tokens))
 
 
@@ -62,19 +64,23 @@ def why_unpacked(body: Any) -> str | None:
         return f"it has layers of type {', '.join(strange)}"
     tokens = _probe_tokens(config.vocab_size, body.device)
     row = pack(tokens)
-    try:
-        with torch.no_grad():
-            packed, plain = _run(body, row), hidden_states(body, tokens, packed=False)
-    except Unpackable as refusal:
-        return str(refusal)
-    if len(row.segments.windows) != config.num_hidden_layers:
-        return f"{len(row.segments.windows)} of its {config.num_hidden_layers} layers attend through the attention interface"
-    wrong = [layer for layer, window in row.segments.windows.items() if window != _window_of(config, layer)]
+    with torch.no_grad():
+        plain = hidden_states(body, tokens, packed=False)
+        try:
+            packed = _run(body, row)
+        except (RuntimeError, TypeError, ImportError) as error:
+            return str(error)
+    windows = row.segments.windows
+    if len(windows) != config.num_hidden_layers:
+        return (
+            f"{len(windows)} of its {config.num_hidden_layers} layers attend through Transformers' attention interface"
+        )
+    wrong = [layer for layer, window in windows.items() if window != _window_of(config, layer)]
     if wrong:
         return f"layer {wrong[0]} does not tell its attention the sliding window that its configuration has"
     difference = float((packed - plain).float().norm() / plain.float().norm())
-    quantized = getattr(body, "is_quantized", False)
-    allowed = ROUGH_TOLERANCE if quantized else PROBE_TOLERANCE.get(plain.dtype, ROUGH_TOLERANCE)
+    exact = plain.dtype in (torch.float32, torch.float64) and getattr(body.config, "quantization_config", None) is None
+    allowed = PROBE_TOLERANCE if exact else ROUGH_PROBE_TOLERANCE
     if not difference <= allowed:
         return f"its packed hidden states differ from plain ones by {difference:.1e}, allowed {allowed:.0e}"
     return None
@@ -155,8 +161,8 @@ def pack(tokens: Tokens) -> Pack:
     return Pack(torch.cat(ids)[None], torch.cat(positions)[None], in_order, Segments(segments))
 
 
-def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and mask `[B, L]`, right-padded, and where in `[B * L]` the tokens are that predict the completions `[K]`."""
+def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Ids `[B, L]`, right-padded with 0, and where in `[B * L]` the tokens are that predict the completions `[K]`."""
     device = tokens.prompt_ids.device
     prompts = tokens.prompt_lengths[tokens.prompt_of].tolist()
     completions = tokens.completion_lengths.tolist()
@@ -168,5 +174,4 @@ def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         prompt = tokens.prompt_ids[tokens.prompt_of[row], tokens.prompt_ids.shape[1] - p :]
         ids[row, : lengths[row]] = torch.cat([prompt, tokens.completion_ids[row, : lengths[row] - p]])
         predicts.append(torch.arange(c, device=device) + row * width + p - 1)
-    mask = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-    return ids, mask.long(), torch.cat(predicts)
+    return ids, torch.cat(predicts)

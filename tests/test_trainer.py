@@ -298,6 +298,22 @@ def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
     assert "no pair was formed" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path) -> None:
+    config = run_config(max_steps=2, eval_prompts=0, beta=0.1)
+    packed = run(tmp_path / "packed", config)
+    plain = trainer(tmp_path / "plain", config)
+    plain.policy.__dict__["why_unpacked"], plain.budget.packed = "it has layers of type conv", False
+    plain.train()
+    assert [text for text in plain.display.said if "conv" in text] == [
+        "training in plain rows, each completion behind its own prompt: it has layers of type conv"
+    ]
+    assert not [text for text in packed.display.said if "plain rows" in text]
+    left, right = packed.display.steps[0], plain.display.steps[0]
+    for name in ("loss", "policy_grad_norm", "grad_norm", "tokens_trained"):
+        assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-7)
+    assert 0 < left["tokens_trained"] < left["tokens_computed"] < right["tokens_computed"]
+
+
 def test_prompts_too_long_are_counted_and_none_left_is_refused(tmp_path) -> None:
     made = trainer(tmp_path / "a", run_config(max_prompt_length=44))
     assert not [text for text in made.display.said if "exceed" in text]
