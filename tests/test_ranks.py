@@ -1,0 +1,109 @@
+"""Two ranks (gloo, CPU) end a run with the losses and weights of one process; their checkpoints serve any number."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("peft")
+
+from amir.batch import MicroBatch  # noqa: E402
+from amir.config import config_yaml  # noqa: E402
+from amir.ranks import Ranks  # noqa: E402
+from tiny import model, run_config, tokenizer  # noqa: E402
+
+HERE = Path(__file__).parent
+STEPS = 3
+WAYS = {
+    # a group that does not fit into a micro-batch, a step reused, both references
+    "adapter": {"beta": 0.04, "num_iterations": 2, "micro_batch_tokens": 40},
+    "model": {"lora": None, "beta": 0.04, "learning_rate": 1e-3, "micro_batch_tokens": 40},
+    "model, layers checkpointed": {"lora": None, "ref_free": True, "gradient_checkpointing": True},
+}
+UNTIMED = ("loss", "preference_loss", "grad_norm", "kl", "pairs", "reward", "tokens_trained", "pair_accuracy", "ratio")
+
+
+def run(folder: Path, name: str, ranks: int, *options: str, **changes: object) -> Path:
+    """A run of the tiny model in FOLDER/NAME on `ranks` processes."""
+    if not (folder / "tiny").exists():
+        model().save_pretrained(folder / "tiny")
+        tokenizer().save_pretrained(folder / "tiny")
+    settings = {"model": str(folder / "tiny"), "output_dir": str(folder / name), "max_steps": STEPS, "save_steps": 2}
+    (folder / f"{name}.yaml").write_text(config_yaml(run_config(**(settings | changes))))
+    launch = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in [*sys.path, HERE] if entry)
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(HERE / "ranked_run.py"), str(folder / f"{name}.yaml"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
+def metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(path: Path) -> dict[str, torch.Tensor]:
+    (file,) = [*path.glob("adapter/adapter_model.safetensors"), *path.glob("model/model.safetensors")]
+    return load_file(file)
+
+
+def refuse_difference(left: Path, right: Path) -> None:
+    for a, b in zip(metrics(left), metrics(right), strict=True):
+        for name in UNTIMED:
+            same = a[name] == b[name] or a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5)
+            assert same, (name, a["step"], a[name], b[name])
+    weights = trained(left), trained(right)
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_what_one_process_trains(tmp_path, way: str) -> None:
+    one, two = (run(tmp_path, f"on-{ranks}", ranks, **WAYS[way]) for ranks in (1, 2))
+    assert any(row["pairs"] for row in metrics(one))
+    start = {name: value.clone() for name, value in load_file(tmp_path / "tiny" / "model.safetensors").items()}
+    if "lora" in WAYS[way]:
+        assert any(not torch.equal(value, start[name]) for name, value in trained(one).items())
+    refuse_difference(one, two)
+    rows = [[json.loads(line) for line in path.open()] for path in sorted((two / "completions").glob("step-*"))]
+    assert [len(step) for step in rows] == [12] * STEPS
+    kept = [sorted(p.name for p in path.rglob("*") if p.is_file() and "tensorboard" not in str(p)) for path in (one, two)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("adapter", (2, 1)), ("model", (1, 2)), ("model", (2, 1))])
+def test_a_checkpoint_serves_another_number_of_ranks(tmp_path, way: str, ranks: tuple[int, int]) -> None:
+    whole = run(tmp_path, "whole", 1, **WAYS[way])
+    cut = run(tmp_path, "cut", ranks[0], **(WAYS[way] | {"max_steps": 2}))
+    assert run(tmp_path, "cut", ranks[1], "--resume", **WAYS[way]) == cut
+    refuse_difference(whole, cut)
+
+
+@pytest.mark.parametrize("way", ["adapter", "model"])
+def test_two_ranks_sample_from_the_model_itself(tmp_path, way: str) -> None:
+    path = run(tmp_path, "sampled", 2, "--sample", **(WAYS[way] | {"max_steps": 2}))
+    rows = [json.loads(line) for line in (path / "completions" / "step-000001.jsonl").open()]
+    assert len(rows) == 12
+    assert len({row["question"] for row in rows}) == 3
+    assert len({row["completion"] for row in rows}) > 6
+    assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in metrics(path)[:1] if row["ratio"] is not None)
+
+
+def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
+    items = list(range(7))
+    assert [Ranks(rank, 3).share(items) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [Ranks(rank, 3).share([1]) for rank in range(3)] == [[1], [], []]
+    micros = [MicroBatch(torch.tensor([i]), whole=True) for i in range(4)]
+    dealt = [Ranks(rank, 3).deal(micros) for rank in range(3)]
+    assert [[int(m.rows) for m in share if not m.idle] for share in dealt] == [[0, 3], [1], [2]]
+    assert [[m.idle for m in share] for share in dealt] == [[False, False], [False, True], [False, True]]
+    assert [[m.last for m in share] for share in dealt] == [[False, True]] * 3
+    assert Ranks(1, 2).deal([]) == []
