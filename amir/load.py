@@ -94,9 +94,21 @@ def _fresh_adapter(base: Any, lora: LoraSettings, seed: int) -> PeftModel:
     )
     torch.manual_seed(seed)
     try:
-        return get_peft_model(base, settings)
+        return _in_compute_dtype(get_peft_model(base, settings), base.dtype)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules = {lora.target_modules!r}: {error}") from None
+
+
+def _in_compute_dtype(model: PeftModel, dtype: torch.dtype) -> PeftModel:
+    """The adapter in bfloat16 where the model computes in it; the optimizer keeps it in float32.
+
+    PEFT's float32 adapter makes each of its layers keep a float32 copy of its input, about half of all activations.
+    With float16, whose gradients could underflow, the adapter stays in float32.
+    """
+    if dtype == torch.bfloat16:
+        for parameter in (p for name, p in model.named_parameters() if "lora_" in name):
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_reference: bool) -> PeftModel:
@@ -112,7 +124,7 @@ def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_referenc
             model.load_adapter(folder, REFERENCE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"lora.adapter = {folder!r}: {error}") from None
-    return model
+    return _in_compute_dtype(model, base.dtype)
 
 
 def _frozen_copy(base: Any, config: RunConfig) -> Support:

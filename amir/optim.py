@@ -1,6 +1,7 @@
 """AdamW on what is trained, the learning rate of each step, and gradient clipping."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,10 +44,7 @@ def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int)
     norm = whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, error_if_nonfinite=True))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
-    if any(p.dtype.itemsize == 2 for p in parameters):
-        _step_in_float32(optimizer, parameters)
-    else:
-        optimizer.step()
+    update(optimizer, parameters)
     optimizer.zero_grad(set_to_none=False)
     return norm
 
@@ -54,22 +52,40 @@ def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int)
 MASTER = "master"
 """Key of a 16-bit parameter's float32 value in the optimizer's state."""
 
+PORTION = 2**26
+"""Numbers whose float32 gradients exist at once beside the 16-bit ones: 256 MiB."""
+
 
 @torch.no_grad()
-def _step_in_float32(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Updates float32 masters of 16-bit parameters, which would round most updates of a usual size away.
+def update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """One step of the optimizer. Of 16-bit parameters, float32 masters are updated: most updates would round away.
 
-    One parameter at a time stands in for its master, so that a single float32 gradient exists at once.
+    For that, the parameters stand in for their masters, a portion of them at a time.
     """
-    gradients = [parameter.grad for parameter in parameters]
+    if not any(parameter.dtype.itemsize == 2 for parameter in parameters):
+        optimizer.step()
+        return
+    gradients = {parameter: parameter.grad for parameter in parameters}
     for parameter in parameters:
         parameter.grad = None
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        rounded = parameter.data
-        parameter.data = optimizer.state[parameter].pop(MASTER, rounded.float())
-        parameter.grad = gradient.float()
+    for portion in _portions(parameters):
+        rounded = [parameter.data for parameter in portion]
+        for parameter in portion:
+            parameter.data = optimizer.state[parameter].pop(MASTER, parameter.data.float())
+            parameter.grad = gradients[parameter].float()
         optimizer.step()
-        optimizer.state[parameter][MASTER] = parameter.data
-        parameter.grad, parameter.data = None, rounded.copy_(parameter.data)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, values in zip(portion, rounded, strict=True):
+            optimizer.state[parameter][MASTER] = parameter.data
+            parameter.grad, parameter.data = None, values.copy_(parameter.data)
+    for parameter, gradient in gradients.items():
         parameter.grad = gradient
+
+
+def _portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    held: list[nn.Parameter] = []
+    for parameter in parameters:
+        if held and sum(p.numel() for p in held) + parameter.numel() > PORTION:
+            yield held
+            held = []
+        held.append(parameter)
+    yield held

@@ -207,6 +207,26 @@ def test_checkpointed_layers_give_the_same_loss_and_gradient(family: str, offloa
     assert not any(m.training for m in made.model.modules() if m not in list(layers))
 
 
+def test_a_bfloat16_model_has_a_bfloat16_adapter_that_learns_in_float32(tmp_path: Path) -> None:
+    config = run_config(dtype="bfloat16", learning_rate=1e-5, micro_batch_tokens=THREE_PARTS)
+    made, resumed = (made_of_dtype("qwen2", config, "bfloat16") for _ in range(2))
+    assert {p.dtype for p in made.trainable().values()} == {torch.bfloat16}
+    first = train(made, config, 3)
+    masters = [state["master"] for state in first.state.values()]
+    assert {master.dtype for master in masters} == {torch.float32}
+    assert all(torch.equal(m.bfloat16(), p) for m, p in zip(masters, made.trainable().values(), strict=True))
+    path = save_checkpoint(tmp_path, 3, 9, made.model, first, made.trainable())
+    second = make_optimizer(config, resumed.trainable())
+    load_checkpoint(path, resumed.model, second, resumed.trainable())
+    train(made, config, 1, first, 4)
+    train(resumed, config, 1, second, 4)
+    assert all(
+        torch.equal(a["master"], b["master"]) for a, b in zip(*(o.state.values() for o in (first, second)), strict=True)
+    )
+    with made.reference():
+        made.logprobs(sampled(made, config).tokens)
+
+
 def test_checkpointed_layers_keep_less_for_the_backward() -> None:
     def kept(*, checkpointed: bool) -> int:
         made = policy(run_config(gradient_checkpointing=checkpointed))
@@ -375,19 +395,21 @@ def test_a_copy_is_made_only_where_a_loss_needs_it(changes: dict[str, object], c
             pass
 
 
-def test_sixteen_bit_weights_take_updates_below_their_rounding() -> None:
+def test_sixteen_bit_weights_take_updates_below_their_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amir.optim.PORTION", 8)
     config = run_config(**(FULL | {"dtype": "bfloat16", "learning_rate": 1e-5, "beta": 0.0, "lambda_reg": 0.0}))
-    named = {"w": nn.Parameter(torch.full((8,), 1.0, dtype=torch.bfloat16))}
-    exact = {"w": nn.Parameter(torch.full((8,), 1.0))}
+    named = {name: nn.Parameter(torch.full((8,), 1.0, dtype=torch.bfloat16)) for name in ("w", "v")}
+    exact = {name: nn.Parameter(torch.full((8,), 1.0)) for name in named}
     optimizer, other = make_optimizer(config, named), make_optimizer(config, exact)
     for number in range(1, 301):
-        for parameter in (named["w"], exact["w"]):
+        for parameter in (*named.values(), *exact.values()):
             parameter.grad.copy_(torch.linspace(0.01, 0.09, 8))
         apply_update(optimizer, config, number)
         apply_update(other, config, number)
     assert named["w"].dtype == torch.bfloat16
     assert (named["w"] < 1).all(), "300 updates of 1e-5, each below half a bfloat16 ulp"
-    torch.testing.assert_close(optimizer.state[named["w"]]["master"], exact["w"].data, rtol=0, atol=1e-4)
+    for name, parameter in named.items():
+        torch.testing.assert_close(optimizer.state[parameter]["master"], exact[name].data, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
