@@ -4,23 +4,39 @@ import pytest
 import torch
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
+from amir_kernels._tile_table import TABLE, Config, config_of, describable, splits_of
 from closeness import assert_as_good_as
 from head_cases import option_cases, options_of, run, tensors, upstream
 
+SPLIT = 128
+"""Vocabulary columns of a split: at V = 301 three splits of two or more tiles, the last one ragged."""
+
+
+def use(monkeypatch, config, programs=3, cache_bytes=2**13, split=SPLIT):
+    """Launches of that shape: `programs` at once, groups of as many row tiles as `cache_bytes` hold."""
+    pytest.importorskip("triton")
+    from amir_kernels import _linear_triton, _tile_table
+
+    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: config)
+    monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (programs, cache_bytes))
+    monkeypatch.setattr(_tile_table, "SPLIT_COLUMNS", split)
+
+
+@pytest.fixture(params=["pointers", "descriptors"])
+def small_blocks(monkeypatch, request):
+    """The shapes of the table at an eighth of their size, each by its own way to read operands."""
+    shape = (16, 64, 16) if request.param == "pointers" else (16, 32, 16)
+    use(monkeypatch, Config(*shape, 4, 2, descriptors=request.param == "descriptors"))
+
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """The kernels in blocks of the interpreter's size: 3 splits of 2 tiles at V = 301, 3 row tiles of 38 rows."""
-    pytest.importorskip("triton")
-    from amir_kernels import _linear_triton
-
-    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: _linear_triton.Config(16, 64, 16, 4, 2))
-    monkeypatch.setattr(_linear_triton, "SPLIT_COLUMNS", 128)
+def small_pointers(monkeypatch):
+    """For rows that no tensor descriptor can read."""
+    use(monkeypatch, Config(16, 64, 16, 4, 2))
 
 
-def judge_triton(inputs, target, grads, **options):
-    """Results and gradients of the kernels, against the reference in the same dtype and in float64."""
-    ours = run(linear_logprob_entropy, inputs, target, grads, backend="triton", **options)
+def judge(ours, inputs, target, grads, **options):
+    """Results and gradients against the reference in the same dtype and in float64."""
     wide = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
     eager = run(reference.linear_logprob_entropy, inputs, target, grads, **options)
     truth = run(reference.linear_logprob_entropy, wide, target, grads, **options)
@@ -28,6 +44,11 @@ def judge_triton(inputs, target, grads, **options):
         whole = [tensor.reshape(1, -1) for tensor in (value, eager[name], truth[name])]
         factor = 3.0 if value.dtype == torch.float32 else 2.0
         assert_as_good_as(kernel=whole[0], eager=whole[1], truth=whole[2], factor=factor, name=name)
+
+
+def judge_triton(inputs, target, grads, **options):
+    ours = run(linear_logprob_entropy, inputs, target, grads, backend="triton", **options)
+    judge(ours, inputs, target, grads, **options)
 
 
 @pytest.mark.parametrize(("temperature", "softcap", "scale", "rank", "kinds"), option_cases())
@@ -40,28 +61,109 @@ def test_triton_matches_the_reference(dtype, temperature, softcap, scale, rank, 
     judge_triton(inputs, target, upstream(target, kinds), **options)
 
 
-@pytest.mark.parametrize(
-    ("rows", "hidden_size", "vocabulary"), [(1, 15, 63), (15, 16, 64), (17, 17, 65), (33, 33, 129)]
-)
-@pytest.mark.usefixtures("small_blocks")
+EDGES = [
+    (1, 15, 63),
+    (15, 16, 64),
+    (16, 17, 65),
+    (17, 31, 127),
+    (31, 32, 128),
+    (32, 33, 129),
+    (33, 1, 255),
+    (47, 15, 256),
+    (48, 16, 257),
+]
+
+
+@pytest.mark.parametrize(("rows", "hidden_size", "vocabulary"), EDGES)
+@pytest.mark.usefixtures("small_pointers")
 def test_triton_around_the_block_edges(rows, hidden_size, vocabulary):
-    inputs, target = tensors(
-        rows=(rows,), hidden_size=hidden_size, vocabulary=vocabulary, dtype=torch.float32, ignored=0
-    )
+    inputs, target = tensors((rows,), hidden_size, vocabulary, torch.float32, ignored=0)
     target[0] = vocabulary - 1
     judge_triton(inputs, target, upstream(target), temperature=0.7)
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_triton_row_has_the_same_bits_in_any_company():
+@pytest.mark.parametrize(("rows", "hidden_size", "vocabulary"), [(1, 12, 31), (16, 16, 32), (17, 20, 33), (33, 32, 97)])
+def test_triton_descriptors_around_the_block_edges(monkeypatch, rows, hidden_size, vocabulary):
+    use(monkeypatch, Config(16, 32, 16, 4, 2, descriptors=True), split=64)
+    inputs, target = tensors((rows,), hidden_size, vocabulary, torch.float32, ignored=0)
+    target[0] = vocabulary - 1
+    judge_triton(inputs, target, upstream(target), temperature=0.7)
+
+
+def shapes():
+    """The distinct tiles of the table, as large as they are."""
+    return sorted({(row.rows, row.columns, row.depth, row.descriptors) for row in TABLE.values()})
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth", "descriptors"), shapes())
+def test_triton_in_the_tiles_of_the_table(monkeypatch, rows, columns, depth, descriptors):
+    """Two row tiles, two splits, three vocabulary tiles, two steps of depth, each with a ragged end."""
+    use(monkeypatch, Config(rows, columns, depth, 4, 2, descriptors=descriptors), split=2 * columns)
+    inputs, target = tensors((rows + 3,), depth + 8, 2 * columns + 5, torch.float32, rank=3)
+    inputs = {name: value.detach().half().requires_grad_() for name, value in inputs.items()}
+    target[1:4] = torch.tensor([2 * columns + 4, columns, 0])
+    judge_triton(inputs, target, upstream(target), temperature=0.7, softcap=6.0)
+
+
+def test_triton_row_has_the_same_bits_in_any_company_and_from_any_program(monkeypatch):
     inputs, target = tensors(rows=(50,), dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
-    whole = linear_logprob_entropy(hidden, weight, target, backend="triton")
-    for rows in (slice(7, 8), slice(20, 50), torch.randperm(50)):
-        part = linear_logprob_entropy(hidden[rows], weight, target[rows], backend="triton")
-        for one, other in zip(part, whole, strict=True):
-            assert torch.equal(one, other[rows])
-    assert torch.equal(linear_logprob(hidden, weight, target, backend="triton"), whole.logprob)
+    for descriptors in (False, True):
+        config = Config(16, 64, 16, 4, 2, descriptors=descriptors)
+        use(monkeypatch, config)
+        whole = linear_logprob_entropy(hidden, weight, target, backend="triton")
+        for rows in (slice(7, 8), slice(20, 50), torch.randperm(50)):
+            part = linear_logprob_entropy(hidden[rows], weight, target[rows], backend="triton")
+            for one, other in zip(part, whole, strict=True):
+                assert torch.equal(one, other[rows])
+        assert torch.equal(linear_logprob(hidden, weight, target, backend="triton"), whole.logprob)
+        for programs, cache_bytes in ((1, 1), (7, 2**14), (100, 2**20)):
+            use(monkeypatch, config, programs, cache_bytes)
+            again = linear_logprob_entropy(hidden, weight, target, backend="triton", workspace_bytes=20_000)
+            assert all(torch.equal(one, other) for one, other in zip(again, whole, strict=True))
+
+
+MUTANTS = [
+    "zero",
+    "sign flipped",
+    "mask ignored",
+    "temperature forgotten",
+    "softmax term dropped",
+    "tail columns counted",
+    "cap's derivative dropped",
+]
+
+
+def mutated(inputs, target, grad, temperature, softcap, mutant):
+    """d hidden and d weight of sum(grad * logprob) by the formula in float64, right or wrong in one way."""
+    hidden, weight, bias = (inputs[name].detach().double() for name in ("hidden", "weight", "bias"))
+    cap = torch.tanh((hidden @ weight.T + bias) / softcap)
+    z = softcap * cap / temperature
+    tail = z.new_zeros(len(z), 19 if mutant == "tail columns counted" else 0)
+    probs = torch.cat([z, tail], dim=1).softmax(-1)[:, : z.shape[1]]
+    onehot = torch.zeros_like(z).scatter_(1, target.clamp(min=0)[:, None], 1.0)
+    keep = torch.ones_like(grad) if mutant == "mask ignored" else (target >= 0).double()
+    heat = 1.0 if mutant == "temperature forgotten" else temperature
+    slope = 1.0 if mutant == "cap's derivative dropped" else 1 - cap**2
+    out = (grad * keep / heat)[:, None] * (onehot - (0 if mutant == "softmax term dropped" else probs)) * slope
+    out = {"zero": 0 * out, "sign flipped": -out}.get(mutant, out)
+    return {"d hidden": out @ weight, "d weight": out.T @ hidden}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mutant", ["none", *MUTANTS])
+def test_the_comparison_used_here_rejects_wrong_gradients(dtype, mutant):
+    inputs, target = tensors(rows=(38,), dtype=torch.float32)
+    inputs["bias"] = inputs["bias"].detach() - 6
+    inputs = {name: value.detach().to(dtype).requires_grad_() for name, value in inputs.items()}
+    grads = upstream(target, "l")
+    for name, value in mutated(inputs, target, grads[0], 0.7, 9.0, mutant).items():
+        judged = {name: value.to(dtype)}
+        if mutant == "none":
+            judge(judged, inputs, target, grads, temperature=0.7, softcap=9.0)
+        else:
+            with pytest.raises(AssertionError, match="allowed"):
+                judge(judged, inputs, target, grads, temperature=0.7, softcap=9.0)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -77,7 +179,7 @@ def test_triton_small_upstream_gradients_do_not_underflow_in_float16():
     assert (scaled[2.0**-20] - scaled[1.0]).norm() < 0.05 * scaled[1.0].norm()
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_pointers")
 def test_triton_float32_hidden_states_with_a_float16_head():
     """The products take the wider dtype; each gradient comes back in its input's."""
     inputs, target = tensors(rows=(20,), dtype=torch.float32)
@@ -85,8 +187,102 @@ def test_triton_float32_hidden_states_with_a_float16_head():
     judge_triton(inputs, target, upstream(target), temperature=0.7)
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_pointers")
 def test_triton_reads_a_transposed_head_in_place():
     inputs, target = tensors(rows=(20,), dtype=torch.float32)
     inputs["weight"] = inputs["weight"].detach().T.contiguous().T.requires_grad_()
     judge_triton(inputs, target, upstream(target))
+
+
+@pytest.mark.parametrize(("rows", "hidden_size"), [(0, 16), (5, 0)])
+@pytest.mark.usefixtures("small_pointers")
+def test_triton_without_rows_and_without_hidden_size(rows, hidden_size):
+    hidden = torch.zeros(rows, hidden_size, requires_grad=True)
+    result = linear_logprob_entropy(hidden, torch.zeros(70, hidden_size), torch.arange(rows), backend="triton")
+    (result.logprob + result.entropy).sum().backward()
+    torch.testing.assert_close(result.logprob, torch.full((rows,), 70.0).log().neg())
+    assert hidden.grad.shape == hidden.shape
+
+
+# ---- launches ------------------------------------------------------------------------------------------------------
+
+
+def head_of(weight, **parts):
+    from amir_kernels._linear_head import Head
+
+    return Head(weight, None, parts.get("lora"), parts.get("softcap"), 1.0, parts.get("compute", weight.dtype))
+
+
+def test_descriptors_read_what_their_alignment_allows():
+    weight = torch.zeros(40, 24, dtype=torch.bfloat16)
+    assert describable(head_of(weight))
+    assert not describable(head_of(weight[:, :23]))
+    assert not describable(head_of(weight.T))
+    assert not describable(head_of(weight[:1].expand(40, 24)))
+    assert not describable(head_of(weight.view(-1)[1:-23].view(39, 24)))
+    assert not describable(head_of(weight, compute=torch.float32))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100", "other"])
+def test_the_table_has_a_row_for_every_head_that_depends_on_nothing_else(architecture):
+    weight = torch.zeros(40, 24, dtype=torch.bfloat16)
+    for head in (head_of(weight), head_of(weight.T), head_of(weight, softcap=30.0), head_of(weight.float())):
+        config = config_of(head, architecture)
+        assert config.descriptors <= describable(head)
+        splits, each = splits_of(151_936, config)
+        assert (splits - 1) * each * config.columns < 151_936 <= splits * each * config.columns
+
+
+def test_programs_are_no_more_than_run_at_once():
+    from amir_kernels._linear_triton import group_of, programs_of
+
+    config = Config(128, 256, 64, 8, 4)
+    assert [programs_of(items, config, 132) for items in (0, 1, 132, 10**9)] == [1, 1, 132, 132]
+    assert [group_of(hidden, 2, config, 50 * 10**6) for hidden in (0, 576, 3584, 10**6)] == [65_104, 113, 18, 1]
+
+
+def test_forward_blocks_stay_in_the_workspace():
+    from amir_kernels._linear_head import scratch_bytes
+    from amir_kernels._linear_triton import forward_rows
+
+    head = head_of(torch.empty(151_936, 3584, dtype=torch.bfloat16, device="meta"))
+    for workspace in (0, 10**6, 2**28):
+        tall = forward_rows(head, 2**22, workspace, 38)
+        assert tall >= 16
+        assert tall == 16 or tall * (3584 * head.operand.itemsize + 12 * 38) <= scratch_bytes(head, 2**22, workspace)
+
+
+@pytest.mark.usefixtures("small_pointers")
+def test_triton_offsets_beyond_32_bits():
+    """A head whose last rows start 2^31 entries away; only the pages that are read exist."""
+    stride = 2**26
+    storage = torch.empty(33 * stride, dtype=torch.float16)
+    inputs, target = tensors(rows=(5,), hidden_size=16, vocabulary=33, dtype=torch.float32, ignored=0)
+    target[0] = 32
+    far = storage.as_strided((33, 16), (stride, 1))
+    far.copy_(inputs["weight"].detach())
+    hidden, near = inputs["hidden"].detach().half(), far.clone()
+    for one, other in zip(
+        *(linear_logprob_entropy(hidden, w, target, backend="triton") for w in (far, near)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_triton_dlogits_offsets_beyond_32_bits():
+    """48 rows of 2^26 columns: T * V above 2^31. Only the first tile of columns is launched."""
+    pytest.importorskip("triton")
+    from amir_kernels import _linear_triton
+
+    rows, width, hidden_size = 48, 2**26, 16
+    config = Config(16, 64, 16, 4, 2)
+    weight = torch.randn(1, hidden_size, dtype=torch.float16).expand(width, hidden_size)
+    hidden, numbers = torch.randn(rows, hidden_size), torch.ones(rows)
+    dlogits = torch.empty(rows * width, dtype=torch.float16).view(rows, width)
+    _linear_triton.dlogits_kernel[(3,)](
+        *(hidden, weight, hidden, numbers, numbers, torch.full((rows,), -1), numbers),
+        *(numbers, numbers, numbers, numbers, dlogits, rows, hidden_size, width, 0, 1, 0, 0, width, 1.0, 1.0),
+        **_linear_triton.options_of(head_of(weight), config, False),
+    )
+    expected = torch.exp(hidden.half().double() @ weight[0].double() - 1).half()
+    torch.testing.assert_close(dlogits[:, 0], expected, rtol=2e-3, atol=0)
+    assert torch.equal(dlogits[:, :64], dlogits[:, :1].expand(rows, 64))

@@ -13,6 +13,8 @@ from ._groups import Segments
 MAX_GROUP_BLOCK = 1024
 ROW_BLOCK = 32
 COLUMN_BLOCK = 16
+RESOURCES = {} if torch.version.hip else {"maxnreg": 255}
+"""Without a bound of its own, ptxas spills a few registers where that lets one program more run at once."""
 
 
 @triton.jit
@@ -113,7 +115,55 @@ def group_advantages(
                 UNBIASED=unbiased,
                 ROUNDING=rounding,
                 BLOCK=block,
+                **RESOURCES,
             )
+    return advantages
+
+
+@triton.jit
+def _pass_at_k_kernel(rewards, offsets, advantages, k, BLOCK: tl.constexpr):
+    """One program per group: n scorable rows, c of them correct, then each row's contribution.
+
+    missed = prod_{t<k} (n-1-c'-t)^+ / (n-1-t) is the share of the k-subsets of the others that hold none of their c'
+    correct rows, and before that product's last factor the share for k - 1.
+    """
+    group = tl.program_id(0).to(tl.int64)
+    start = tl.load(offsets + group)
+    end = tl.load(offsets + group + 1)
+    lane = tl.arange(0, BLOCK)
+
+    knowns = tl.zeros([BLOCK], tl.float64)
+    corrects = tl.zeros([BLOCK], tl.float64)
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        knowns += _known(r).to(tl.float64)
+        corrects += (r == 1.0).to(tl.float64)
+    count = tl.sum(knowns, axis=0)
+    correct = tl.sum(corrects, axis=0)
+
+    of_correct = count * 0.0 + 1.0
+    of_wrong = count * 0.0 + 1.0
+    before = of_wrong
+    for draw in range(k):
+        others = tl.maximum(count - 1.0 - draw, 1.0)
+        before = of_wrong
+        of_correct = of_correct * (tl.maximum(count - correct - draw, 0.0) / others)
+        of_wrong = of_wrong * (tl.maximum(count - 1.0 - correct - draw, 0.0) / others)
+
+    for first in range(start, end, BLOCK):
+        r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
+        a = k * tl.where(r == 1.0, of_correct, of_wrong - before)
+        tl.store(advantages + first + lane, tl.where(_known(r) & (count > k), a, 0.0), mask=first + lane < end)
+
+
+def pass_at_k_advantages(rewards: Tensor, offsets: Tensor, longest: int, k: int) -> Tensor:
+    """Of sorted float64 rewards `[B]` of 0 and 1 (NaN: not scorable)."""
+    advantages = torch.empty_like(rewards)
+    groups = offsets.numel() - 1
+    if groups:
+        block = min(triton.next_power_of_2(longest), MAX_GROUP_BLOCK)
+        with torch.cuda.device_of(rewards):
+            _pass_at_k_kernel[(groups,)](rewards, offsets, advantages, k, BLOCK=block, **RESOURCES)
     return advantages
 
 
@@ -331,6 +381,7 @@ def pair_row_sums(
     chosen, rejected, correct = (torch.empty_like(where.start) for _ in range(3))
     bits, ranks = (torch.empty_like(where.start) for _ in range(2)) if cap else (where.start, where.start)
     options = {"MARGIN": margin, "ROUNDING": rounding, "TOPK": topk, "ROWS": ROW_BLOCK, "COLUMNS": COLUMN_BLOCK}
+    options |= RESOURCES
     with torch.cuda.device_of(scores):
         if cap:
             _pair_cap_kernel[(rows,)](rewards, where.start, where.end, bits, ranks, rows, cap, **options)

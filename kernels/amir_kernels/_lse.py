@@ -1,4 +1,4 @@
-"""Triton helpers of the head: logits of a tile, and the running log-sum-exp over tiles."""
+"""Triton helpers of the head: its operands, what a product becomes as logits, and the running log-sum-exp."""
 
 import triton
 import triton.language as tl
@@ -7,12 +7,20 @@ LOWEST = tl.constexpr(-1e30)
 """Start of the running maximum: finite, so that a tile of -inf gives e^(-inf - m) = 0."""
 DEEPEST = tl.constexpr(-1e4)
 """z - m where it is multiplied by e^(z - m), which is 0 long before: -inf * 0 cannot arise."""
+RANK_BLOCK = tl.constexpr(16)
+"""LoRA ranks of a product: the least that matrix instructions take."""
+
+
+@triton.jit
+def exp(x):
+    """e^x, 0 below the normal numbers: `tl.exp` spends three instructions more on those."""
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def tanh(x):
     """(1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; near 0, where that cancels, the Taylor series to x^11."""
-    e = tl.exp(-2 * tl.abs(x))
+    e = exp(-2 * tl.abs(x))
     far = (1 - e) / (1 + e)
     far = tl.where(x < 0, -far, far)
     y = x * x
@@ -22,78 +30,73 @@ def tanh(x):
 
 
 @triton.jit
-def add_product(
-    acc,
-    left,
-    right,
+def origin_of(matrix, row_stride, column_stride, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TENSOR: tl.constexpr):
+    """What `load_tile` starts from: a tensor descriptor as it is, or the pointers of the matrix's first tile."""
+    if TENSOR:
+        return matrix
+    else:
+        lane, k = tl.arange(0, BLOCK_ROWS).to(tl.int64), tl.arange(0, BLOCK_K).to(tl.int64)
+        return matrix + lane[:, None] * row_stride + k[None, :] * column_stride
+
+
+@triton.jit
+def load_tile(
+    origin,
+    first,
+    start,
     rows,
-    columns,
-    row_mask,
-    column_mask,
     depth,
-    right_row,
-    right_column,
-    COMPUTE: tl.constexpr,
+    row_stride,
+    column_stride,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TENSOR: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_V] + left[rows] @ right[columns].T over `depth` entries, in float32; left is row-major."""
-    k = tl.arange(0, BLOCK_K)
-    left_at = left + rows[:, None] * depth + k[None, :]
-    right_at = right + columns.to(tl.int64)[:, None] * right_row + k[None, :] * right_column
-    for start in range(0, depth, BLOCK_K):
-        k_mask = k < depth - start
-        a = tl.load(left_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
-        b = tl.load(right_at, mask=column_mask[:, None] & k_mask[None, :], other=0.0).to(COMPUTE)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-        left_at += BLOCK_K
-        right_at += BLOCK_K * right_column
-    return acc
+    """The tile at (first, start) of a `[rows, depth]` matrix, zeros past its edges."""
+    if TENSOR:
+        return origin.load([first, start])
+    else:
+        inside = (first + tl.arange(0, BLOCK_ROWS) < rows)[:, None] & (start + tl.arange(0, BLOCK_K) < depth)[None, :]
+        at = origin + (tl.cast(first, tl.int64) * row_stride + tl.cast(start, tl.int64) * column_stride)
+        return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def add_low_rank_product(
-    acc,
-    low_rank,
-    lora_b,
-    rows,
-    columns,
-    row_mask,
-    column_mask,
-    rank,
-    COMPUTE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """acc + low_rank[rows] @ lora_b[columns].T; float32 factors are split in two halves where products take 16 bits."""
-    k = tl.arange(0, BLOCK_K)
-    for start in tl.range(0, rank, BLOCK_K, num_stages=1):
-        k_mask = k < rank - start
-        a_at = low_rank + rows[:, None] * rank + (start + k)[None, :]
+def add_low_rank_product(acc, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE: tl.constexpr):
+    """acc + low_rank[rows] @ lora_b[columns].T in float32.
+
+    Where products take 16 bits each factor is the sum of two halves, a + a' and b + b': the four products are columns
+    a, a', a, a' times b, b, b', b' of one, which takes one accumulator and not four.
+    """
+    k = tl.arange(0, RANK_BLOCK)
+    for start in tl.range(0, rank, RANK_BLOCK, num_stages=1):
+        k_mask = (k < rank - start)[None, :]
+        a_at = low_rank + rows.to(tl.int64)[:, None] * rank + (start + k)[None, :]
         b_at = lora_b + columns.to(tl.int64)[:, None] * rank + (start + k)[None, :]
-        a = tl.load(a_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-        b = tl.trans(tl.load(b_at, mask=column_mask[:, None] & k_mask[None, :], other=0.0).to(tl.float32))
-        a_high, b_high = a.to(COMPUTE), b.to(COMPUTE)
-        acc = tl.dot(a_high, b_high, acc, input_precision="ieee")
-        if COMPUTE.primitive_bitwidth < 32:
-            acc = tl.dot((a - a_high.to(tl.float32)).to(COMPUTE), b_high, acc)
-            acc = tl.dot(a_high, (b - b_high.to(tl.float32)).to(COMPUTE), acc)
+        a = tl.load(a_at, mask=(rows < N)[:, None] & k_mask, other=0.0)
+        b = tl.load(b_at, mask=(columns < V)[:, None] & k_mask, other=0.0).to(tl.float32)
+        if COMPUTE.primitive_bitwidth == 32:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        else:
+            a_halves = tl.join(a.to(COMPUTE), (a - a.to(COMPUTE).to(tl.float32)).to(COMPUTE))
+            b_high, b_low = b.to(COMPUTE), (b - b.to(COMPUTE).to(tl.float32)).to(COMPUTE)
+            left = tl.reshape(tl.join(a_halves, a_halves), (a.shape[0], 4 * RANK_BLOCK))
+            right = tl.join(tl.join(b_high, b_high), tl.join(b_low, b_low))
+            acc = tl.dot(left, tl.trans(tl.reshape(right, (b.shape[0], 4 * RANK_BLOCK))), acc)
     return acc
 
 
 @triton.jit
-def logits_tile(
-    hidden,
-    weight,
+def finish_logits(
+    acc,
     bias,
     low_rank,
     lora_b,
-    temperature,
+    heat,
     rows,
     columns,
-    row_mask,
-    H,
+    N,
     V,
-    weight_row,
-    weight_column,
     rank,
     softcap,
     logit_scale,
@@ -101,45 +104,35 @@ def logits_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """z [BLOCK_M, BLOCK_V] in float32, -inf past V, and the derivative of the cap (1 without one).
+    """z from acc = hidden @ weight.T of a tile, in float32, and the cap's derivative 1 - tanh^2 (1 without one).
 
-    With 16-bit products the derivative comes from z itself, which saves a second tile of registers.
+    With 16-bit products the derivative comes from z itself, which saves a second tile of registers. Columns past V are
+    left to the caller.
     """
-    column_mask = columns < V
-    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
-    acc = add_product(
-        acc, hidden, weight, rows, columns, row_mask, column_mask, H, weight_row, weight_column, COMPUTE, BLOCK_K
-    )
     if HAS_LORA:
-        acc = add_low_rank_product(acc, low_rank, lora_b, rows, columns, row_mask, column_mask, rank, COMPUTE, BLOCK_K)
+        acc = add_low_rank_product(acc, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE)
     if HAS_BIAS:
-        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    acc *= logit_scale
+        acc += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    slope = 1.0
     if CAPPED:
-        acc = tanh(acc / softcap)
-        if COMPUTE.primitive_bitwidth == 32:
-            slope = 1 - acc * acc
-        acc *= softcap
-    acc = acc / temperature[:, None]
-    if CAPPED and COMPUTE.primitive_bitwidth < 32:
-        t = acc * (temperature / softcap)[:, None]
+        t = tanh(acc * (logit_scale / softcap))
+        z = t * (softcap / heat)[:, None]
+        if COMPUTE.primitive_bitwidth < 32:
+            t = z * (heat / softcap)[:, None]
         slope = 1 - t * t
-    if not CAPPED:
-        slope = 1.0
-    return tl.where(column_mask[None, :], acc, float("-inf")), slope
+    else:
+        z = acc * (logit_scale / heat)[:, None]
+    return z, slope
 
 
 @triton.jit
 def online_update(z, m, total, weighted, WITH_ENTROPY: tl.constexpr):
     """The running (max m, sum e^(z - m), sum e^(z - m) (z - m)) after the columns of z."""
     highest = tl.maximum(m, tl.max(z, axis=1))
-    fade = tl.exp(m - highest)
+    fade = exp(m - highest)
     d = z - highest[:, None]
-    e = tl.exp(d)
+    e = exp(d)
     if WITH_ENTROPY:
         weighted = (weighted + (m - highest) * total) * fade + tl.sum(e * tl.maximum(d, DEEPEST), axis=1)
     return highest, total * fade + tl.sum(e, axis=1), weighted

@@ -1,217 +1,272 @@
-"""`python -m amir_kernels.inspect --arch sm_90 --dtype bf16 --hidden 2048`: compiles the head's kernels without a GPU.
+"""`python -m amir_kernels.inspect --arch sm_90 --dtype bf16 --hidden 2048`: compiles the kernels without a GPU.
 
-Compiles what `linear_logprob` would launch on that architecture, plain and with every option, and prints registers,
-spills, shared memory, warps, programs per multiprocessor, matrix instructions, asynchronous copies, the share of other
-instructions in the inner loop, and a roofline for the cards of that architecture: a prediction from counted flops and
-bytes, not a measurement.
+Compiles what the ops would launch on that architecture: the head's kernels plain and with every option, read by tensor
+descriptors and by pointers, and those over groups and pairs. Prints registers, spills, shared memory, warps, programs
+per multiprocessor, matrix instructions, asynchronous copies, the share of other instructions in the main loop, and for
+the cards of that architecture a roofline: a prediction from counted flops and bytes, not a measurement.
 """
 
 import argparse
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
+from ._linear_head import Head, Lora
+from ._machine_code import amd_facts, nvidia_facts
+from ._tile_table import Config, config_of, splits_of
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 ROWS, VOCABULARY, RANK = 8192, 151_936, 16
+DEFAULTS = {"num_warps": 4, "num_stages": 3}
+"""of a launch that names none"""
+GROUP, COMPLETIONS = 16, 8192
+
+
+class Card(NamedTuple):
+    """A GPU's published numbers."""
+
+    architecture: str
+    half: float
+    """dense 16-bit TFLOP/s"""
+    single: float
+    """float32 TFLOP/s, without tensor cores"""
+    bandwidth: float
+    """TB/s"""
+    cache_mb: int
+    """L2"""
+
+
 CARDS = {
-    # name: architecture, dense 16-bit TFLOP/s, float32 TFLOP/s, TB/s
-    "A100": ("sm_80", 312, 19.5, 2.0),
-    "RTX 4090": ("sm_89", 165, 82.6, 1.0),
-    "H100": ("sm_90", 989, 66.9, 3.35),
-    "H200": ("sm_90", 989, 66.9, 4.8),
-    "B200": ("sm_100", 2250, 75, 8.0),
-    "MI300X": ("gfx942", 1307, 163, 5.3),
+    "A100": Card("sm_80", 312, 19.5, 2.0, 40),
+    "RTX 3090": Card("sm_86", 71, 35.6, 0.94, 6),
+    "RTX 4090": Card("sm_89", 165, 82.6, 1.0, 72),
+    "H100": Card("sm_90", 989, 66.9, 3.35, 50),
+    "H200": Card("sm_90", 989, 66.9, 4.8, 50),
+    "B200": Card("sm_100", 2250, 75, 8.0, 126),
+    "RTX 5090": Card("sm_120", 210, 105, 1.8, 96),
+    "MI300X": Card("gfx942", 1307, 163, 5.3, 4),
+    "RX 7900 XTX": Card("gfx1100", 123, 61, 0.96, 6),
 }
-SHARED_BYTES = {80: 167_936, 86: 102_400, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
-"""of a multiprocessor"""
-MATRIX = r"(HGMMA|UTCHMMA|UTCMMA|HMMA|v_mfma|v_wmma)"
+SHARED_BYTES = {80: 167_936, 90: 233_472, 100: 233_472}
+"""of a multiprocessor; 102,400 on the others"""
+MAX_WARPS = {80: 64, 90: 64, 100: 64}
+"""of a multiprocessor; 48 on the others"""
 
 
-def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, everything: bool) -> Any:
-    from ._linear_head import Head, Lora
+class Launch(NamedTuple):
+    """A kernel as it would be launched, and what it does."""
 
+    kernel: Any
+    form: str
+    values: dict[str, Any]
+    """argument: value, or type where it is a pointer"""
+    constants: frozenset[str]
+    resources: dict[str, int]
+    """num_warps and the like"""
+    flops: int
+    bytes: int
+    """that must come from and go to device memory at least"""
+    config: Config | None = None
+
+
+# ---- the launches ----------------------------------------------------------------------------------------------------
+
+
+def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, transposed: bool, everything: bool) -> Head:
     weight = torch.empty(vocabulary, hidden_size, dtype=dtype, device="meta")
-    bias = torch.empty(vocabulary, dtype=dtype, device="meta") if everything else None
+    if transposed:
+        weight = torch.empty(hidden_size, vocabulary, dtype=dtype, device="meta").T
+    bias = weight.new_empty(vocabulary) if everything else None
     lora = Lora(weight.new_empty(RANK, hidden_size), weight.new_empty(vocabulary, RANK), 1.0) if everything else None
     return Head(weight, bias, lora, 30.0 if everything else None, 1.0, dtype)
 
 
-def _arguments(head: Any) -> dict[str, Any]:
-    """Values or pointer types that the launcher would pass, by the kernels' argument names."""
-    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[head.compute]
-    vocabulary, hidden_size = head.weight.shape
-    typed = dict.fromkeys(("hidden", "weight", "dlogits"), pointer)
-    typed |= dict.fromkeys(("bias", "lora_b"), pointer)
+def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]:
+    from ._linear_triton import group_of
+
+    pointer, (vocabulary, hidden_size) = POINTERS[head.compute], head.weight.shape
+    splits, each = splits_of(vocabulary, config)
+    values: dict[str, Any] = dict.fromkeys(("hidden", "weight", "dlogits", "bias", "lora_b"), pointer)
+    if config.descriptors:
+        for name, tall in (("hidden", config.rows), ("weight", config.columns)):
+            values[name] = f"tensordesc<{pointer[1:]}[{tall}, {config.depth}]>"
     names = ("low_rank", "temperature", "partial", "picked", "shift", "slope_a", "slope_b", "at_target")
-    typed |= dict.fromkeys(names, "*fp32") | {"target": "*i64"}
-    sizes = {
-        "N": ROWS,
-        "H": hidden_size,
-        "V": vocabulary,
-        "weight_row": hidden_size,
-        "weight_column": 1,
-        "rank": RANK if head.lora else 0,
-        "start": 4096,
-        "width": 4096,
-    }
-    return typed | sizes | {"split_tiles": 64, "softcap": 30.0, "logit_scale": 1.0}
+    values |= dict.fromkeys(names, "*fp32") | {"target": "*i64"}
+    values |= {"N": ROWS, "H": hidden_size, "V": vocabulary, "rank": RANK if head.lora else 0}
+    values |= dict(zip(("weight_row", "weight_column"), head.weight.stride(), strict=True))
+    values |= {"splits": splits, "split_tiles": each, "start": 4096, "width": 4096}
+    values |= {"group": group_of(hidden_size, head.compute.itemsize, config, cache_bytes)}
+    return values | {"softcap": 30.0, "logit_scale": 1.0}
 
 
-def _source(kernel: Any, head: Any, config: Any, with_entropy: bool) -> tuple[Any, dict[str, Any]]:
+def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, vocabulary: int) -> Iterator[Launch]:
+    from . import _linear_triton as kernels
+
+    cache_bytes = max([card.cache_mb for card in CARDS.values() if card.architecture == architecture]) * 10**6
+    for transposed in (False, True):
+        for everything in (False, True):
+            head = _head(dtype, hidden_size, vocabulary, transposed, everything)
+            config = config_of(head, architecture)
+            options = kernels.options_of(head, config, everything)
+            resources = {name: int(str(options.pop(name))) for name in ("num_warps", "num_stages")}
+            values = _head_values(head, config, cache_bytes) | options
+            sweeps = -(-ROWS // (config.rows * values["group"]))
+            flops = 2 * ROWS * hidden_size * vocabulary
+            operands = (ROWS + sweeps * vocabulary) * hidden_size * dtype.itemsize
+            tile = 4096 * (ROWS + hidden_size) * dtype.itemsize + ROWS * hidden_size * dtype.itemsize
+            form = ("all options" if everything else "plain") + (", transposed head" if transposed else "")
+            shared = (frozenset(options), resources)
+            partials = 12 * ROWS * values["splits"]
+            yield Launch(kernels.stats_kernel, form, values, *shared, flops, operands + partials, config)
+            yield Launch(kernels.dlogits_kernel, form, values, *shared, flops * 4096 // vocabulary, tile, config)
+    splits = splits_of(vocabulary, config)[0]
+    values = {"partial": "*fp32", "merged": "*fp32", "N": ROWS, "splits": splits, "BLOCK": kernels.MERGE_ROWS}
+    moved = 12 * ROWS * (splits + 1)
+    yield Launch(kernels.merge_kernel, "", values, frozenset({"BLOCK"}), DEFAULTS, 12 * ROWS * splits, moved)
+
+
+def _group_launches() -> Iterator[Launch]:
+    """Advantages and pairs of groups of 16. A row's programs read its whole group: their flops grow with its size."""
+    from . import _group_kernels as kernels
+
+    count, pairs, resources = COMPLETIONS, COMPLETIONS * GROUP, DEFAULTS | kernels.RESOURCES
+    rounding: dict[str, Any] = {"ROUNDING": 4 * 2.0**-23}
+    groups = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
+    for block in (GROUP, kernels.MAX_GROUP_BLOCK):
+        for baseline, scale in (("mean", "std"), ("leave_one_out", "bernoulli")):
+            parts = {"BASELINE": baseline, "SCALE": scale, "EPS": 1e-4, "UNBIASED": True, "BLOCK": block} | rounding
+            form, shared = f"{baseline}, {scale}, block {block}", (frozenset(parts), resources)
+            yield Launch(kernels._group_advantage_kernel, form, groups | parts, *shared, 12 * count, 16 * count)
+        values = groups | {"k": 4, "BLOCK": block}
+        shared = (frozenset({"BLOCK"}), resources)
+        yield Launch(kernels._pass_at_k_kernel, f"block {block}", values, *shared, 4 * count, 16 * count)
+    rows: dict[str, Any] = dict.fromkeys(("starts", "ends", "cap_bits", "cap_ranks"), "*i64") | {"rewards": "*fp64"}
+    rows |= dict.fromkeys(("chosen", "rejected", "correct"), "*i64") | {"rows": count, "max_pairs": 20, "beta": 0.2}
+    rows |= dict.fromkeys(("scores", "losses", "grads", "logits"), "*fp32")
+    for topk in (False, True):
+        parts = {"MARGIN": 0.0, "TOPK": topk, "ROWS": kernels.ROW_BLOCK, "COLUMNS": kernels.COLUMN_BLOCK} | rounding
+        form, shared = "topk" if topk else "all", (frozenset(parts), resources)
+        # a bisection over 63 bits of gaps and 8 of ranks counts the pairs each time
+        yield Launch(kernels._pair_cap_kernel, form, rows | parts, *shared, 71 * 2 * pairs, 40 * count)
+        for capped in (False, True):
+            parts |= {"CAPPED": capped}
+            name, shared = form + (", capped" if capped else ""), (frozenset(parts), resources)
+            moved = (64 + 16 * capped) * count
+            yield Launch(kernels._pair_row_sums_kernel, name, rows | parts, *shared, 20 * pairs, moved)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def _source(launch: Launch, nvidia: bool) -> Any:
     """The kernel as the launcher specializes it: pointers and multiples of 16 carry that hint, ones are constants."""
     from triton.compiler import ASTSource
 
-    from ._linear_triton import options_of
-
-    options = options_of(head, config, with_entropy)
-    resources = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    values = _arguments(head) | options
     signature, constants, hints = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if name in options or (isinstance(value, int) and value == 1):
+    for place, name in enumerate(launch.kernel.arg_names):
+        value = launch.values[name]
+        if name in launch.constants or (isinstance(value, int) and value == 1):
             signature[name], constants[(place,)] = "constexpr", value
             continue
         signature[name] = value if isinstance(value, str) else "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, str) or (isinstance(value, int) and value % 16 == 0):
+        pointer = isinstance(value, str) and value.startswith("*")
+        if pointer or (isinstance(value, int) and value % 16 == 0):
             hints[(place,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints), resources
+        if pointer and not nvidia:
+            hints[(place,)].append(["tt.pointer_range", 32])
+    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
 
 
-def _tool(name: str) -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-
-
-def _inner_loop(instructions: list[tuple[int, str]]) -> tuple[int, int]:
-    """(instructions, matrix instructions) of the smallest loop that has any: a backward branch and its body."""
-    best = (0, 0)
-    for address, text in instructions:
-        target = re.search(r"BRA.*?0x([0-9a-f]+)", text)
-        if not target or int(target[1], 16) >= address:
-            continue
-        body = [line for at, line in instructions if int(target[1], 16) <= at <= address]
-        matrix = sum(bool(re.search(MATRIX, line)) for line in body)
-        if matrix and (not best[0] or len(body) < best[0]):
-            best = (len(body), matrix)
-    return best
-
-
-def _nvidia(compiled: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        tool = _tool("cuobjdump")
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-        ).stdout
-        sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?;)", sass)]
-    loop, matrix = _inner_loop(instructions)
-    return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
-        "spill_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
-        "matrix_instructions": len(re.findall(MATRIX, sass)),
-        "wgmma": len(re.findall("HGMMA", sass)),
-        "tf32": len(re.findall(r"TF32", sass)),
-        "async_copies": len(re.findall(r"LDGSTS|UTMALDG", sass)),
-        "inner_loop": loop,
-        "inner_loop_other_share": round(1 - matrix / loop, 3) if loop else None,
-    }
-
-
-def _amd(compiled: Any) -> dict[str, Any]:
-    text = compiled.asm["amdgcn"]
-    counts = {name: int(number) for name, number in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
-    return {
-        "registers": counts["vgpr_count"],
-        "spill_bytes": 4 * counts["vgpr_spill_count"],
-        "matrix_instructions": len(re.findall(MATRIX, text)),
-    }
-
-
-def _programs_per_multiprocessor(architecture: str, registers: int, warps: int, shared: int) -> int | None:
-    if not architecture.startswith("sm_"):
-        return None
-    number = int(architecture[3:])
-    by_registers = 65_536 // (max(registers, 1) * warps * 32)
+def _programs_per_multiprocessor(number: int, registers: int, warps: int, shared: int, tensor_columns: int) -> int:
+    """0: the kernel cannot be launched."""
+    by_registers = 65_536 // (-(-max(registers, 1) // 8) * 8 * warps * 32)
     by_shared = SHARED_BYTES.get(number, 102_400) // (shared + 1024)
-    return min(by_registers, by_shared, 2048 // (warps * 32))
+    by_tensor_memory = 512 // max(tensor_columns, 1)
+    return min(by_registers, by_shared, by_tensor_memory, MAX_WARPS.get(number, 48) // warps)
 
 
-def _roofline(architecture: str, dtype: torch.dtype, hidden_size: int, vocabulary: int, config: Any) -> dict[str, Any]:
-    """Predicted milliseconds of a forward over ROWS tokens, by flops, and by bytes if no tile comes from L2."""
-    flops = 2 * ROWS * hidden_size * vocabulary
-    traffic = (
-        vocabulary * hidden_size * (ROWS / config.rows) + ROWS * hidden_size * vocabulary / 8192
-    ) * dtype.itemsize
+def _predicted(architecture: str, single: bool, launch: Launch) -> dict[str, Any]:
+    """Milliseconds by flops and by bytes for the cards of an architecture."""
     out = {}
-    for card, (card_architecture, half, single, bandwidth) in CARDS.items():
-        if card_architecture == architecture:
-            peak = single if dtype == torch.float32 else half
-            compute, memory = flops / peak / 1e9, traffic / bandwidth / 1e9
-            out[card] = {"compute_ms": round(compute, 2), "memory_ms_without_l2": round(memory, 2)}
+    for name, card in CARDS.items():
+        if card.architecture == architecture:
+            peak = card.single if single else card.half
+            compute, memory = launch.flops / peak / 1e9, launch.bytes / card.bandwidth / 1e9
+            out[name] = {"compute_ms": round(compute, 4), "memory_ms": round(memory, 4)}
     return out
 
 
-def inspect_head(architecture: str, dtype: torch.dtype, hidden_size: int, vocabulary: int) -> list[dict[str, Any]]:
-    """A row per kernel and form, for `sm_*` or `gfx*`."""
+def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from . import _linear_triton as kernels
+    nvidia = architecture.startswith("sm_")
+    number = int(architecture[3:]) if nvidia else 0
+    warp = 64 if architecture.startswith("gfx9") else 32
+    target = GPUTarget("cuda", number, 32) if nvidia else GPUTarget("hip", architecture, warp)
+    resources = {name: value for name, value in launch.resources.items() if nvidia or name != "maxnreg"}
+    compiled = triton.compile(_source(launch, nvidia), target=target, options=resources)
+    found = nvidia_facts(compiled.asm["cubin"]) if nvidia else amd_facts(compiled.asm["amdgcn"])
+    shared, config = compiled.metadata.shared, launch.config
+    row = {"kernel": launch.kernel.fn.__name__, "form": launch.form, "arch": architecture, "dtype": dtype}
+    if config:
+        stage = (config.rows + config.columns) * config.depth * DTYPES[dtype].itemsize
+        row |= {"tile": list(config[:3]), "operands": "descriptors" if config.descriptors else "pointers"}
+        row |= {"stages_in_shared": shared // stage, "programs_launched": config.programs}
+    warps = launch.resources["num_warps"]
+    row |= {"warps": warps, "shared_bytes": shared, "tensor_memory_columns": getattr(compiled.metadata, "tmem_size", 0)}
+    row |= found
+    if nvidia:
+        row["programs_per_multiprocessor"] = _programs_per_multiprocessor(
+            number, found["registers"], warps, shared, row["tensor_memory_columns"]
+        )
+    single = config is None or dtype == "fp32"
+    predicted = _predicted(architecture, single, launch)
+    return row | {"flops": launch.flops, "bytes_moved": launch.bytes, "predicted": predicted}
+
+
+def inspect_kernels(
+    architecture: str,
+    dtype: str,
+    hidden_size: int,
+    vocabulary: int,
+    only: list[str] | None = None,
+    forms: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """A row per kernel and form, for `sm_*` or `gfx*`; of the kernels whose names start with one of `only`."""
     from ._launch import interpreting
 
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET=1 puts the interpreter in the compiler's place; unset it")
-    nvidia = architecture.startswith("sm_")
-    warp = 64 if architecture.startswith("gfx9") else 32
-    target = GPUTarget("cuda", int(architecture[3:]), 32) if nvidia else GPUTarget("hip", architecture, warp)
-    rows = []
-    for everything in (False, True):
-        head = _head(dtype, hidden_size, vocabulary, everything)
-        config = kernels.config_of(head, architecture)
-        for kernel in (kernels.stats_kernel, kernels.dlogits_kernel):
-            source, resources = _source(kernel, head, config, with_entropy=everything)
-            compiled = triton.compile(source, target=target, options=resources)
-            found = _nvidia(compiled) if nvidia else _amd(compiled)
-            shared = compiled.metadata.shared
-            rows.append(
-                {
-                    "kernel": kernel.fn.__name__,
-                    "form": "all options" if everything else "plain",
-                    "arch": architecture,
-                    "tile": list(config[:3]),
-                    "warps": config.warps,
-                    "stages": config.stages,
-                    "shared_bytes": shared,
-                    **found,
-                    "programs_per_multiprocessor": _programs_per_multiprocessor(
-                        architecture, found["registers"], config.warps, shared
-                    ),
-                    "predicted": _roofline(architecture, dtype, hidden_size, vocabulary, config),
-                }
-            )
-    return rows
+    launches = [*_head_launches(architecture, DTYPES[dtype], hidden_size, vocabulary), *_group_launches()]
+    return [
+        _inspect(launch, architecture, dtype)
+        for launch in launches
+        if (not only or launch.kernel.fn.__name__.startswith(tuple(only))) and (not forms or launch.form in forms)
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status, 1 where a kernel spills registers."""
     parser = argparse.ArgumentParser(prog="python -m amir_kernels.inspect", description=__doc__)
-    parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, gfx1100")
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--arch", default=["sm_90"], nargs="+", choices=ARCHITECTURES)
+    parser.add_argument("--dtype", default=["bf16"], nargs="+", choices=DTYPES)
     parser.add_argument("--hidden", type=int, default=2048, help="H")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="V")
+    parser.add_argument("--only", nargs="+", help="kernels whose names start so, stats_kernel for instance")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of text")
     options = parser.parse_args(arguments)
-    rows = inspect_head(options.arch, DTYPES[options.dtype], options.hidden, options.vocabulary)
+    rows = [
+        row
+        for architecture in options.arch
+        for dtype in options.dtype
+        for row in inspect_kernels(architecture, dtype, options.hidden, options.vocabulary, options.only)
+    ]
     if options.json:
         print(json.dumps(rows))
     else:
