@@ -218,8 +218,8 @@ class CorrectionSettings(Settings):
     """Training-inference correction: the policy term times w(c), c = exp(old - sampled), constant (no gradient).
 
     `level`: c of each token, or of the completion, from the sum of its differences. `mode`: "truncate" clamps c to
-    [min, max]; "mask" leaves c inside and drops what is outside. A mean difference of 0.012 nats a token makes c 3.3 after
-    100 tokens and 1.6e5 after 1000: at sequence level long completions end at the bounds, and "mask" drops them all.
+    [min, max]; "mask" leaves c inside and drops what is outside. A mean difference of 0.012 nats a token makes c 3.3
+    after 100 tokens and 1.6e5 after 1000: at sequence level long completions end at the bounds, "mask" drops them all.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -240,8 +240,8 @@ class DynamicSamplingSettings(Settings):
     """DAPO's dynamic sampling: groups whose rewards all agree are replaced by groups of the next prompts.
 
     At most `max_rounds` rounds of sampling a step, and none after `min_valid_share` of the step's groups are worth
-    training: 1 fills the step (DAPO), below it is GPG's threshold. `by` names the reward that must disagree; unset, it is
-    their weighted sum.
+    training: 1 fills the step (DAPO), below it is GPG's threshold. `by` names the reward that must disagree; unset, it
+    is their weighted sum.
     """
 
     max_rounds: Annotated[int, Field(ge=2, le=100)] = 4

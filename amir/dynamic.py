@@ -6,7 +6,6 @@ worth training: GPG's threshold (arXiv 2504.02546) is the same mechanism with an
 N groups of G completions; F reward functions.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -56,11 +55,12 @@ class Groups:
     def missing(self) -> int:
         """Groups that the next round should sample; 0 where there shall be none."""
         dynamic, wanted = self.config.dynamic_sampling, self.config.prompts_per_step
-        kept = sum(int(keep.sum()) for keep in self.kept)
         if not self.kept:
             return wanted
-        done = dynamic is None or len(self.kept) == dynamic.max_rounds
-        return 0 if done or kept >= math.ceil(dynamic.min_valid_share * wanted) else wanted - kept
+        if dynamic is None or len(self.kept) == dynamic.max_rounds:
+            return 0
+        kept = sum(int(keep.sum()) for keep in self.kept)
+        return 0 if kept / wanted >= dynamic.min_valid_share else wanted - kept
 
     def chosen(self, policy: Policy) -> tuple[Rollout, Tensor]:
         """The groups to train on and their scores `[B, F]`; the first round as it is where no group is worth it."""

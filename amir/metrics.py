@@ -7,7 +7,6 @@ those of the loss), which add over micro-batches and over ranks.
 import resource
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 import torch
@@ -91,41 +90,44 @@ class Clock:
         return self._last - self._began
 
 
-def batch_sums(batch: Batch, config: RunConfig) -> Sums:
+def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
     """Sums and counts over a step's completions and groups."""
     lengths = batch.tokens.completion_lengths.double()
-    dead_groups = torch.zeros(int(batch.group.max()) + 1, device=batch.group.device)
-    dead_groups = dead_groups.index_add(0, batch.group, batch.advantages.abs())[batch.group.unique()] == 0
-    scored = ~batch.rewards.isnan()
-    rewards = batch.rewards[scored].double()
-    sums: Sums = Counter()
-    sums.update(
-        completions=len(batch.tokens),
-        completion_tokens=int(lengths.sum()),
-        scored=len(rewards),
-        reward_sum=float(rewards.sum()),
-        reward_square_sum=float(rewards.square().sum()),
-        groups=len(dead_groups),
-        zero_variance_groups=int(dead_groups.sum()),
-        dead=int((~batch.live).sum()),
-        truncated=int(batch.truncated.sum()),
-        pairs_formed=float(batch.chosen.sum()),
-    )
-    if batch.scores is not None:
-        for reward, given in zip(config.rewards, batch.scores.double().unbind(1), strict=True):
-            sums[f"reward_sum/{reward.label}"] += float(given.nansum())
-            sums[f"reward_count/{reward.label}"] += int((~given.isnan()).sum())
-            if reward.name == "correctness":
-                for name, rows in (("right", given == 1), ("wrong", given == 0)):
-                    sums[f"{name}_count"] += int(rows.sum())
-                    sums[f"{name}_tokens"] += float(lengths[rows].sum())
+    group = batch.group.unique(return_inverse=True)[1]
+    advantages = torch.zeros(int(group.max()) + 1, device=group.device).index_add(0, group, batch.advantages.abs())
+    rewards = batch.rewards[~batch.rewards.isnan()].double()
+    sums = {
+        "completions": len(batch.tokens),
+        "completion_tokens": float(lengths.sum()),
+        "scored": len(rewards),
+        "reward_sum": float(rewards.sum()),
+        "reward_square_sum": float(rewards.square().sum()),
+        "groups": len(advantages),
+        "zero_variance_groups": int((advantages == 0).sum()),
+        "dead": int((~batch.live).sum()),
+        "truncated": int(batch.truncated.sum()),
+        "pairs_formed": float(batch.chosen.sum()),
+    }
     if batch.old_logprobs is not None:
         mean = sequence_logprob(batch.old_logprobs, batch.loss_mask).double()
-        sums["better_logprob_sum"] += float((batch.chosen * mean).sum())
-        sums["worse_logprob_sum"] += float((batch.rejected * mean).sum())
+        sums["better_logprob_sum"] = float((batch.chosen * mean).sum())
+        sums["worse_logprob_sum"] = float((batch.rejected * mean).sum())
         if batch.sampled_logprobs is not None:
             trained = batch.loss_mask & batch.live[:, None]
-            sums.update(mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction))
+            sums |= mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction)
+    return sums if batch.scores is None else sums | _score_sums(batch.scores.double(), lengths, config)
+
+
+def _score_sums(scores: Tensor, lengths: Tensor, config: RunConfig) -> dict[str, float]:
+    """Of `scores` `[B, F]`, a column a reward function, and of the lengths `[B]` of right and wrong answers."""
+    sums: dict[str, float] = {}
+    for reward, given in zip(config.rewards, scores.unbind(1), strict=True):
+        sums[f"reward_sum/{reward.label}"] = float(given.nansum())
+        sums[f"reward_count/{reward.label}"] = int((~given.isnan()).sum())
+        if reward.name == "correctness":
+            for name, rows in (("right", given == 1), ("wrong", given == 0)):
+                sums[f"{name}_count"] = int(rows.sum())
+                sums[f"{name}_tokens"] = float(lengths[rows].sum())
     return sums
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock, Timeout
 
-from .config import ConfigError, RunConfig, config_yaml
+from .config import ConfigError, RunConfig, ServerSampling, config_yaml
 
 
 class RunDirectory:
@@ -199,6 +199,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", "micro_batch_tokens"}
+MAY_CHANGE |= {f"sampler.{key}" for key in ServerSampling.model_fields if key not in ("name", "dialect")}
 """Settings that a resumed run may change; every other one would make it another run."""
 
 
@@ -214,13 +215,20 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     if not (path / "config.yaml").exists():
         raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
     try:
-        saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
-    except (yaml.YAMLError, TypeError, ValueError):
+        saved = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError):
         raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
-    now = yaml.safe_load(config_yaml(config))
+    now = _flat(yaml.safe_load(config_yaml(config)))
     for key in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
         if saved.get(key) != now.get(key):
             raise ConfigError(
                 f"{key} = {now.get(key)!r}: the run in {str(path)!r} has {saved.get(key)!r}; a resumed run keeps it "
                 f"(it may change {', '.join(sorted(MAY_CHANGE))})"
             )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with each of the sampler's beside them: a server may have moved."""
+    sampler = settings.get("sampler") or {}
+    others = {key: value for key, value in settings.items() if key != "sampler"}
+    return others | {f"sampler.{key}": value for key, value in sampler.items()}

@@ -29,6 +29,20 @@ REFUSALS = [
     ("warmup_steps=5000", ["warmup_steps", "5000", "max_steps"]),
     ("task.name=algebra", ["task", "algebra", "'arithmetic', 'gsm8k'"]),
     ("seed", ["'seed'", "key=value"]),
+    ("sampler.name=vllm", ["sampler", "vllm", "'generate', 'paged', 'server'"]),
+    ("sampler={name: paged, cache_token: 9}", ["unknown key 'sampler.cache_token'", "nearest: 'sampler.cache_tokens'"]),
+    ("sampler={name: paged, cache_tokens: 99}", ["sampler.cache_tokens = 99", "expected at least"]),
+    ("sampler={name: server}", ["sampler.url: missing"]),
+    ("sampler={name: server, url: 'localhost:8000'}", ["sampler.url", "https?://"]),
+    ("sampler={name: server, url: 'http://a', wait_seconds: -1}", ["sampler.wait_seconds", "-1"]),
+    ("sampler={name: server, url: 'http://a', dialect: sglang}", ["sampler.dialect", "'vllm' or 'transformers'"]),
+    ("correction={}", ["correction", "'generate' is the trainer itself"]),
+    ("correction.max=0.5", ["correction", "min < 1 < max"]),
+    ("correction={mode: mask}", ["correction", "min above 0"]),
+    ("correction.levels=token", ["unknown key 'correction.levels'", "nearest: 'correction.level'"]),
+    ("dynamic_sampling.max_rounds=1", ["dynamic_sampling.max_rounds", "1"]),
+    ("dynamic_sampling.min_valid_share=0", ["dynamic_sampling.min_valid_share", "greater than 0"]),
+    ("dynamic_sampling.by=acc", ["dynamic_sampling.by = 'acc'", "expected one of the run's rewards correctness"]),
     ("model.name=x", ["model holds a value"]),
 ]
 
@@ -50,6 +64,15 @@ def test_every_wrong_key_is_reported_at_once() -> None:
 def test_clip_bounds_are_refused_where_nothing_is_clipped() -> None:
     with pytest.raises(ConfigError, match="loss_type 'gpg' does not clip"):
         load_config("quickstart", ["loss_type=gpg", "epsilon=0.2"])
+
+
+def test_what_a_server_cannot_do_is_refused() -> None:
+    server = "sampler={name: server, url: 'http://a:8000', dialect: transformers}"
+    with pytest.raises(ConfigError, match="gives no log-probs"):
+        load_config("quickstart", [server, "correction={}"])
+    with pytest.raises(ConfigError, match="the server gets adapters"):
+        load_config("quickstart", [server, "lora=null"])
+    assert load_config("quickstart", [server.replace("transformers", "vllm"), "correction={}"]).correction is not None
 
 
 def test_unknown_run_names_the_nearest_recipe() -> None:

@@ -1,9 +1,10 @@
 """Sampling: EOS kept once, truncation known, prefilling changes nothing, and scores are those of the sampled tokens."""
 
+import pytest
 import torch
 from transformers import GenerationConfig
 
-from amir.rollout import completion_masks, sample
+from amir.rollout import completion_masks, joined, make_sampler, rollout_of, sample
 from tiny import EOS, PAD, policy, run_config
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -90,3 +91,45 @@ def test_scores_are_the_models_own_for_left_padded_prompts_at_the_sampling_tempe
             reference = made.logprobs(rollout.tokens)
             assert torch.allclose(reference.double()[:, : expected.shape[1]], oracle(made, rollout, 0.7), atol=1e-5)
     assert not torch.allclose(scores, reference, atol=1e-2)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_completions_given_as_ids_become_a_rollout(pad_is_eos: bool) -> None:
+    """One that was cut shorter than the longest ends where it ends, though its padding may read as EOS."""
+    made = policy(pad_is_eos=pad_is_eos)
+    completions = [[40, 41, EOS], [42, 43], [44, EOS, 45, 46], [EOS]]
+    logprobs = [[-1.0, -2.0, -3.0], [-4.0, float("nan")], [-5.0, -6.0, -7.0, -8.0], [-9.0]]
+    rollout = rollout_of(made, PROMPTS[:2], completions, logprobs, [False, True, False, False])
+    tokens = rollout.tokens
+    assert tokens.completion_mask.sum(1).tolist() == [3, 2, 2, 1]
+    assert rollout.truncated.tolist() == [False, True, False, False]
+    assert tokens.prompt_of.tolist() == [0, 0, 1, 1]
+    assert [ids[mask].tolist() for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)] == PROMPTS[:2]
+    assert rollout.texts == ["E F", "G H", "I", ""]
+    assert rollout.logprobs[0].tolist()[:3] == [-1, -2, -3]
+    assert rollout.logprobs.isnan().sum(1).tolist() == [1, 3, 0, 3]
+    assert rollout.unusable.tolist() == [False, True, False, False]
+
+
+def test_kept_groups_of_several_rollouts_are_one_rollout() -> None:
+    made = policy()
+    first, second = sample(made, PROMPTS, 4, 9, seed=3), sample(made, PROMPTS[:1], 4, 5, seed=4)
+    both = joined(made, [first, second], [torch.tensor([True, False, True]), torch.tensor([True])])
+    assert both.texts == first.texts[:4] + first.texts[8:] + second.texts
+    assert torch.equal(both.truncated, torch.cat([first.truncated[:4], first.truncated[8:], second.truncated]))
+    with torch.no_grad():
+        scores = made.logprobs(both.tokens)
+        parts = [made.logprobs(first.tokens)[:4], made.logprobs(first.tokens)[8:], made.logprobs(second.tokens)]
+    for row, expected in zip(scores, [row for part in parts for row in part], strict=True):
+        kept = expected != 0
+        assert torch.allclose(row[: len(expected)][kept], expected[kept], atol=1e-5)
+    assert both.logprobs is None
+    assert both.unusable is None
+
+
+def test_each_sampler_is_made_by_its_name(tmp_path) -> None:
+    made = policy()
+    plain = make_sampler(run_config(), made, tmp_path, print)
+    first = plain.sample(PROMPTS, 2, 5, seed=3).tokens.completion_ids
+    assert torch.equal(first, sample(made, PROMPTS, 2, 5, seed=3).tokens.completion_ids)
+    assert type(make_sampler(run_config(sampler={"name": "paged"}), made, tmp_path, print)).__name__ == "Paged"
