@@ -39,8 +39,8 @@ def encode_prompts(
             raise ConfigError(f"{name} prompt {seen} holds token {max(ids)}; the model's embeddings have {vocabulary}")
         if len(ids) > config.max_prompt_length and config.overlong_prompts == "refuse":
             raise ConfigError(
-                f"max_prompt_length = {config.max_prompt_length}: {name} prompt {seen} has {len(ids)} tokens and "
-                f"overlong_prompts = 'refuse'; it begins {example.question[:60]!r}"
+                f"max_prompt_length = {config.max_prompt_length}: {example.place or f'{name} prompt {seen}'} has "
+                f"{len(ids)} tokens and overlong_prompts = 'refuse'; it begins {example.question[:60]!r}"
             )
         too_long += len(ids) > config.max_prompt_length
         too_short += len(ids) < config.min_prompt_length

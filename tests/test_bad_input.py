@@ -106,7 +106,10 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "a folder for a file": ({"task": rows("folder.jsonl")}, "task.path = 'folder.jsonl': no such file"),
     "no prompt": ({"task": {"name": "dataset", "path": "good.jsonl"}}, "expected either prompt"),
     "prompts too long": ({"task": rows("long.jsonl")}, "no training prompt is left"),
-    "prompts too long, refused": ({"task": rows("long.jsonl"), "overlong_prompts": "refuse"}, "has 501 tokens"),
+    "prompts too long, refused": (
+        {"task": rows("long.jsonl"), "overlong_prompts": "refuse"},
+        "long.jsonl, line 1 has 501 tokens",
+    ),
     "nothing held out": ({"task": rows("good.jsonl"), "eval_prompts": 1}, "the task holds no example out"),
     "no answers": ({"task": rows("good.jsonl", answer=None)}, "correctness judges answers; name their column"),
     "more positions than the model has": ({"max_prompt_length": 9999}, "the model's 256 positions"),
@@ -208,7 +211,11 @@ def test_a_reward_that_fails_stops_the_run_and_mending_it_lets_it_go_on(command:
     rewards = [{"function": "mine.py:moody", "timeout_seconds": 0.5}, {"name": "correctness", "weight": 0}]
     path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out", max_steps=2, rewards=rewards)
     Path("bad").touch()
-    refused(command("train", path), "reward moody (mine.py:moody) raised ValueError: I am moody (mine.py, line 3, in moody)", code=1)
+    refused(
+        command("train", path),
+        "reward moody (mine.py:moody) raised ValueError: I am moody (mine.py, line 3, in moody)",
+        code=1,
+    )
     Path("bad").unlink()
     assert command("train", path, "--resume")[0] == 0
     Path("slow").touch()

@@ -21,6 +21,7 @@ LISTED_FOLDERS = (
     "kernels",
     "kernels/amir_kernels",
     "bench",
+    "docs",
     "tests",
 )
 # Written in parts, so that this file does not name what it looks for.

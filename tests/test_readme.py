@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 if not DOCUMENTS[0].exists():
     pytest.skip("the documents are not here: a wheel is tested", allow_module_level=True)
@@ -36,7 +41,17 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize(("name", "code"), blocks("python"), ids=[name for name, _ in blocks("python")])
 def test_snippet_runs(name, code):
+    for peer in re.findall(r"^from (trl|liger_kernel|cut_cross_entropy|verl)\b", code, re.MULTILINE):
+        pytest.importorskip(peer, reason=f"{name} needs it")
     exec(compile(code, name, "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize(("name", "text"), blocks("yaml"), ids=[name for name, _ in blocks("yaml")])
+def test_run_is_a_valid_configuration(name, text, tmp_path):
+    from amir.config import load_config
+
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config(str(tmp_path / "run.yaml")), name
 
 
 @pytest.mark.parametrize("command", commands())
@@ -82,7 +97,7 @@ def test_every_op_has_its_row():
 
 
 def test_links_lead_somewhere():
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
             assert target.startswith("https://") or (path.parent / target).exists(), f"{path.name}: {target}"
 

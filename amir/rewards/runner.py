@@ -53,8 +53,12 @@ class Rewards:
         self.correctness = Correctness(limits[0] if limits else JUDGE_SECONDS)
         offered = [*OURS, *(c for c in columns if c not in OURS)]
         self._functions = {s.label: _Function(s, offered) for s in settings if s.function is not None}
-        for function in self._functions.values():
-            function.check()
+        try:
+            for function in self._functions.values():
+                function.check()
+        except ConfigError:
+            self.close()
+            raise
 
     def __call__(self, examples: Sequence[Example], completions: list[str], completion_ids: list[list[int]]) -> Scores:
         """Scores of the completions, each with the example it answers."""
@@ -109,7 +113,6 @@ class _Function:
         """Waits until it is imported; ConfigError where it cannot be, or cannot be called."""
         error = self._waited(self._started, START_SECONDS)
         if error is not None:
-            self.close()
             reason = f"its process could not import it in {START_SECONDS:.0f} s" if _is_timeout(error) else error
             raise ConfigError(f"rewards: function {self._settings.function!r}: {reason}")
         self._keywords = self._started.result()

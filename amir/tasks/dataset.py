@@ -64,11 +64,11 @@ def _example(place: str, row: dict[str, Any], template: Template | None, setting
     answer = None if settings.answer is None else _answer(place, row, settings)
     if template is None:
         messages = _messages(place, row, settings.messages or "")
-        return Example(messages[-1]["content"], answer, messages, row)
+        return Example(messages[-1]["content"], answer, messages, row, place)
     question = "".join(text + ("" if column is None else _text(place, row, column)) for text, column in template)
     if not question.strip():
         raise ConfigError(f"{place}: its prompt is empty")
-    return Example(question, answer, columns=row)
+    return Example(question, answer, columns=row, place=place)
 
 
 def _value(place: str, row: dict[str, Any], column: str) -> Any:

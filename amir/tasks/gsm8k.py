@@ -18,7 +18,7 @@ COLUMNS = DatasetTask(name="dataset", path=HUB_NAME, prompt="{question}", answer
 def load(settings: Gsm8kTask) -> Task:
     """Reads the shipped sample, a JSONL file, a folder with train.jsonl and test.jsonl, or the hub."""
     if settings.path is None:
-        train, test = (read_rows(HUB_NAME, "openai/gsm8k from the hub", "main", split) for split in ("train", "test"))
+        train, test = (read_rows(HUB_NAME, subset="main", split=split) for split in ("train", "test"))
         return disjoint(examples_of(train, COLUMNS), examples_of(test, COLUMNS))
     if settings.path == "sample":
         with resources.as_file(resources.files("amir.tasks") / "gsm8k_sample.jsonl") as sample:

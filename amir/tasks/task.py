@@ -15,6 +15,8 @@ class Example:
     messages: tuple[dict[str, str], ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
     """the row it came from, for reward functions"""
+    place: str = ""
+    """where that row stands"""
 
     def chat(self) -> list[dict[str, str]]:
         """The conversation, without the run's own system prompt."""
