@@ -32,8 +32,16 @@ LOSS_TYPES = {
 }
 
 
-REWARDS = ("correctness", "integer", "strict_format", "soft_format", "xml_count", "calibrated_confidence")
-REWARDS += ("cosine_length", "linear_length")
+REWARDS = (
+    "correctness",
+    "integer",
+    "strict_format",
+    "soft_format",
+    "xml_count",
+    "calibrated_confidence",
+    "cosine_length",
+    "linear_length",
+)
 NEED_ANSWERS = {"correctness", "calibrated_confidence", "cosine_length"}
 """Shipped rewards, and which of them judge the answer."""
 
