@@ -1,13 +1,16 @@
 """The AMIR-GRPO loss: known numbers, the pair term on top of any objective, refusals."""
 
+import html
+import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from amir_kernels import OBJECTIVES, amir_loss, group_advantage, policy_loss, preference_weights, reference
+from amir_kernels import OBJECTIVES, amir_loss, policy_loss, preference_weights, reference
 from token_batches import CLIPS, batch, compare, fixture, named, pack
 
 NAN = math.nan
@@ -146,40 +149,32 @@ def test_amir_refusals(change, message):
         amir_loss(**arguments)
 
 
-README = Path(__file__).parents[1] / "kernels" / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "kernels" / "README.md"
 
 
-@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
-def test_the_table_of_lengths_is_what_the_losses_do():
-    lengths = torch.tensor([100] * 4 + [50, 50, 400, 400])
-    rewards = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
-    mask = torch.arange(400) < lengths[:, None]
-    logprobs = torch.full((8, 400), -0.5, dtype=torch.float64, requires_grad=True)
+@pytest.fixture
+def lengths(monkeypatch):
+    """bench/lengths.py, which draws the picture."""
+    if not README.exists():
+        pytest.skip("the sources are not here: a wheel is tested")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import lengths
 
-    def push(name, pairs=None, policy=True):
-        objective = OBJECTIVES[name].replace(max_completion_length=400 if name == "dr_grpo" else None)
-        advantages = group_advantage(rewards, 8, scale="none" if name == "dr_grpo" else "std")
-        got = amir_loss(
-            logprobs,
-            None,
-            advantages,
-            rewards,
-            8,
-            mask,
-            ref_logprobs=logprobs.detach(),
-            objective=objective,
-            normalize=pairs or "mean",
-        )
-        loss = policy * got.policy + (0.01 * got.preference if pairs else 0)
-        gradient = 1000 * torch.autograd.grad(loss, logprobs)[0]
-        return gradient[4, 0].item(), gradient[6, 0].item()
+    yield lengths
+    sys.modules.pop("lengths", None)
+
+
+def test_the_table_of_lengths_is_what_the_losses_do(lengths):
+    def push(objective, pairs=None):
+        return lengths.push(objective, pairs, 400, longest=400)
 
     expected = {
         "`grpo`": push("grpo"),
         "`dapo`": push("dapo"),
         "`dr_grpo`, length 400": push("dr_grpo"),
-        'pair term, `normalize="mean"`': push("grpo", "mean", policy=False),
-        'pair term, `normalize="sum"`': push("grpo", "sum", policy=False),
+        'pair term, `normalize="mean"`': push(None, "mean"),
+        'pair term, `normalize="sum"`': push(None, "sum"),
         "`grpo` with the mean pair term": push("grpo", "mean"),
         "`grpo` with the sum pair term": push("grpo", "sum"),
         "`dapo` with the mean pair term": push("dapo", "mean"),
@@ -190,3 +185,23 @@ def test_the_table_of_lengths_is_what_the_losses_do():
         short, long = expected[label]
         for printed, exact in zip(numbers, (short, long, long / short), strict=True):
             assert abs(float(printed) - exact) <= 0.5001e-4, label
+
+
+def test_the_pushes_are_those_of_the_formulas(lengths):
+    """By hand: advantages of +-0.935 over 8 rows and n tokens; beta / (2 K) per pair won, K = 16, over n tokens."""
+    n, advantage = 400, 0.5 / (math.sqrt(2 / 7) + 1e-4)
+    assert lengths.push("grpo", None, n)[1] == pytest.approx(1000 * advantage / 8 / n)
+    assert lengths.push("dapo", None, n)[1] == pytest.approx(1000 * advantage / (400 + 100 + 2 * n))
+    assert lengths.push("dr_grpo", None, n)[1] == pytest.approx(1000 * 0.5 / 8 / 800)
+    assert lengths.push(None, "sum", n)[1] == pytest.approx(1000 * 0.01 * 4 * 0.2 / 2 / 16)
+    assert lengths.push(None, "mean", n)[1] == pytest.approx(1000 * 0.01 * 4 * 0.2 / 2 / 16 / n)
+
+
+def test_the_picture_of_lengths_shows_what_the_losses_do(lengths):
+    text = lengths.PICTURE.read_text()
+    drawn = json.loads(html.unescape(re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)[1]))
+    expected = lengths.series()
+    assert drawn.keys() == expected.keys()
+    for label, pushes in expected.items():
+        assert torch.allclose(torch.tensor(drawn[label]), torch.tensor(pushes), rtol=1e-6), label
+        assert label.replace('"', "&quot;") in text or label in text

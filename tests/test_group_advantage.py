@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import product
 from math import comb
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,34 @@ def test_peers_numbers(function, peer):
     expected = torch.where(EIGHT == 1, correct, wrong)
     assert (function(EIGHT, 8, **settings) - expected).abs().max() < 1e-6
     assert (function(EIGHT.double(), 8, **settings) - expected).abs().max() < 1e-6
+
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
+def test_the_settings_of_the_documents_give_those_numbers():
+    """Each line of the table that names a peer or a paper, for EIGHT (in halves for two reward functions)."""
+    section = README.read_text().partition("### Settings that equal")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)[2:]
+    batch = (EIGHT.double() - 0.375) / (EIGHT.double().std() + 1e-4)
+    expected = {
+        "the defaults": PEERS["trl"],
+        '`scale="batch"`': ({}, batch[0], batch[1]),
+        '`scale="none"`': PEERS["dr_grpo"],
+        "`eps=1e-6`": PEERS["verl"],
+        "`eps=0.0, unbiased=False`": PEERS["population"],
+        '`scale="bernoulli", eps=1e-5`': PEERS["2503.06639"],
+        '`baseline="leave_one_out", scale="none"`': PEERS["rloo"],
+        "`pass_at_k_advantage(..., k=1)`": PEERS["rloo"],
+    }
+    tested_apart = {'`combine="normalize_then_sum"`', "`pass_at_k_advantage(..., k)`"}
+    assert {settings for settings, _ in rows} == expected.keys() | tested_apart
+    for settings, (_, correct, wrong) in expected.items():
+        call = settings.strip("`") if "pass_at_k" in settings else f"group_advantage(..., {settings.strip('`')})"
+        call = call.replace("the defaults", "").replace("...", "EIGHT, 8")
+        got = eval(call, globals())
+        assert (got - torch.where(EIGHT == 1, correct, wrong)).abs().max() < 1e-6, settings
 
 
 SETTINGS = [
@@ -311,19 +341,26 @@ def test_pass_at_k_is_an_unbiased_gradient(k):
     assert abs(gradient - k * (1 - p) ** (k - 1)) < 1e-12
 
 
-def test_pass_at_k_equals_enumeration_in_any_layout():
-    rewards = torch.tensor([1.0, 0, NAN, 0, 0, 1, 0, 0, 1, 1, 0, 0, NAN, 0, 0, 1], dtype=torch.float64)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_pass_at_k_equals_enumeration_in_any_layout(backend):
+    rewards = torch.tensor([1.0, 0, NAN, 0, 0, 1, 0, 0, 1, 1, 0, 0, NAN, 0, 0, 1])
     ids = torch.tensor([3, 1, 1, 3, 1, 1, 3, 3, 1, 3, 9, 9, 9, 9, 9, 9])
     for k in (1, 2, 3, 4):
-        expected = reference.pass_at_k_advantage(rewards, ids, k)
-        assert (pass_at_k_advantage(rewards, ids, k) - expected).abs().max() < 1e-12
+        expected = reference.pass_at_k_advantage(rewards.double(), ids, k)
+        assert (pass_at_k_advantage(rewards, ids, k, backend=backend) - expected).abs().max() < 1e-6
+        assert (pass_at_k_advantage(rewards.double(), ids, k) - expected).abs().max() < 1e-12
+    assert pass_at_k_advantage(torch.zeros(0), 4, 2, backend=backend).shape == (0,)
 
 
-def test_pass_at_k_degenerate_groups():
-    assert (pass_at_k_advantage(torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0]), 4, 2) == 0).all()
-    assert (pass_at_k_advantage(torch.tensor([1.0, NAN, 0.0, NAN]), 4, 2) == 0).all()
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_pass_at_k_degenerate_groups(backend):
+    assert (pass_at_k_advantage(torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0]), 4, 2, backend=backend) == 0).all()
+    assert (pass_at_k_advantage(torch.tensor([1.0, NAN, 0.0, NAN]), 4, 2, backend=backend) == 0).all()
+    longer_than_a_block = torch.cat([torch.ones(3), torch.zeros(1497)])
+    expected = pass_at_k_advantage(longer_than_a_block.double(), 1500, 40)
+    assert (pass_at_k_advantage(longer_than_a_block, 1500, 40, backend=backend) - expected).abs().max() < 1e-6
     large = torch.cat([torch.ones(3), torch.zeros(997)])
-    got = pass_at_k_advantage(large, 1000, 500)
+    got = pass_at_k_advantage(large, 1000, 500, backend=backend)
     assert got.isfinite().all()
     # with half of the rows drawn, three right ones among a thousand: the closed form in exact integers
     wrong = 500 * (comb(996, 500) / comb(999, 500) - comb(996, 499) / comb(999, 499))
@@ -349,33 +386,42 @@ def test_pass_at_k_refusals(arguments, message):
 COMPILE = """
 import json, os, re, subprocess, sys, tempfile
 import triton
-import triton.backends.nvidia as nvidia
+import triton.backends.nvidia as backend
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from amir_kernels import _group_kernels as kernels
 
-target = int(sys.argv[1])
-gpu, assembler = {80: ("sm_80", "ptxas"), 90: ("sm_90a", "ptxas"), 100: ("sm_100a", "ptxas-blackwell")}[target]
+arch = sys.argv[1]
+nvidia = arch.startswith("sm_")
+target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64 if arch < "gfx10" else 32)
+
+def spills_by_ptxas(ptx):
+    newer = int(arch[3:]) >= 100
+    ptxas = os.path.join(os.path.dirname(backend.__file__), "bin", "ptxas-blackwell" if newer else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        open(path, "w").write(ptx)
+        gpu = arch + "a" * (int(arch[3:]) >= 90)
+        command = [ptxas, "-v", "--gpu-name", gpu, path, "-o", os.path.join(folder, "kernel.cubin")]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
 
 def registers_and_spills(kernel, pointers, constants):
     signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    ptx = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["ptx"]
-    ptxas = os.path.join(os.path.dirname(nvidia.__file__), "bin", assembler)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ptx")
-        open(path, "w").write(ptx)
-        command = [ptxas, "-v", "--gpu-name", gpu, path, "-o", os.path.join(folder, "kernel.cubin")]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
+    code = triton.compile(source, target=target).asm
+    if nvidia:
+        return spills_by_ptxas(code["ptx"])
+    counts = {n: int(c) for n, c in re.findall(r"\\.(vgpr_count|[sv]gpr_spill_count):\\s+(\\d+)", code["amdgcn"])}
+    return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
 
 advantage = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
 sums = {"scores": "*fp32", "rewards": "*fp64", "losses": "*fp32", "grads": "*fp32", "logits": "*fp32", "rows": "i32",
         "beta": "fp32", "max_pairs": "i32"}
 sums |= dict.fromkeys(("starts", "ends", "cap_bits", "cap_ranks", "chosen", "rejected", "correct"), "*i64")
 found = {}
-for block in (8, 1024):
+for block in (8, kernels.MAX_GROUP_BLOCK):
     constants = {"EPS": 1e-4, "BASELINE": "leave_one_out", "SCALE": "std", "UNBIASED": True,
                  "ROUNDING": 4 * 2.0**-23, "BLOCK": block}
     found[f"group_advantage {block}"] = registers_and_spills(kernels._group_advantage_kernel, advantage, constants)
@@ -386,18 +432,20 @@ for topk in (False, True):
     for capped in (False, True):
         name = f"pairs topk={topk} capped={capped}"
         found[name] = registers_and_spills(kernels._pair_row_sums_kernel, sums, constants | {"CAPPED": capped})
+block = {"BLOCK": kernels.MAX_GROUP_BLOCK}
+found["pass_at_k"] = registers_and_spills(kernels._pass_at_k_kernel, advantage | {"k": "i32"}, block)
 print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942", "gfx1100"])
 def test_kernels_compile_without_spills(target):
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", COMPILE, str(target)]
+    command = [sys.executable, "-c", COMPILE, target]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, (registers, spills) in json.loads(done.stdout).items():
         assert spills == 0, name
-        assert registers <= 255, name
+        assert 0 < registers <= (255 if target.startswith("sm_") else 512), name

@@ -1,10 +1,11 @@
 """The drop-ins for Liger, CCE and verl beside the peers, each run where it is installed; and what they refuse."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,44 @@ def test_the_kernels_and_the_integrations_import_no_peer():
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+
+
+def replacements():
+    """Lines before and after of each diff that the documents print, by the first peer they import."""
+    text = README.read_text() if README.exists() else ""
+    for block in re.findall(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        before, after = ([line[1:] for line in block.splitlines() if line[0] in kept] for kept in ("- ", "+ "))
+        yield pytest.param(before, after, id=re.search(r"(?:from|import) (?!amir)(\w+)", block)[1])
+
+
+@pytest.mark.parametrize(("before", "after"), replacements())
+def test_the_printed_replacement_is_one(before, after, monkeypatch):
+    """Run as printed: the names that the lines before bind are bound to ours after."""
+    if any("verl" in line for line in after):
+        for module in {m for line in after for m in re.findall(r"verl[.\w]*(?=[,\n]|$)", line.partition("=")[0])}:
+            for depth in range(1, module.count(".") + 2):
+                name = ".".join(module.split(".")[:depth])
+                monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+                if depth > 1:
+                    parent, _, child = name.rpartition(".")
+                    setattr(sys.modules[parent], child, sys.modules[name])
+    elif any("grpo_trainer" in line for line in after):
+        pytest.importorskip("trl", reason="needs the extra `bench`")
+    found = {}
+    exec("\n".join(after), found)
+    if not before:
+        heads, kernel = (sys.modules[f"verl.utils.{name}"] for name in ("experimental.torch_functional", "kernel"))
+        assert heads.FusedLinearForPPO is verl.FusedLinearForPPO
+        assert kernel.linear_cross_entropy.linear_cross_entropy is verl.linear_cross_entropy
+        return
+    (name,) = re.findall(r"import (\w+)$", before[0])
+    assert "amir_kernels" in found[name].__module__
+    module = before[0].split()[1]
+    if importlib.util.find_spec(module.partition(".")[0]) is not None:
+        assert hasattr(importlib.import_module(module), name)
 
 
 # ---- Liger ---------------------------------------------------------------------------------------------------------
@@ -159,6 +198,23 @@ def test_cce_loss_and_gradients(cut, reduction, shift, softcap):
     assert error(*results) < 1e-5
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_cce_against_logits(reduction, shift, softcap):
+    """What CCE's documents say it computes, also where CCE is not installed."""
+    e, c, targets = head()
+    targets[0, :3] = targets[1, -1] = targets[3] = -100
+    steps = int(shift)
+    logits = e[:, : L - steps] @ c.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    plain = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets[:, steps:], reduction=reduction)
+    ours = cce.linear_cross_entropy(e, c, targets, reduction=reduction, shift=shift, softcap=softcap)
+    upstream = torch.rand(ours.shape)
+    results = [[loss, *torch.autograd.grad((loss * upstream).sum(), (e, c))] for loss in (ours, plain)]
+    assert error(*results) < 1e-5
+
+
 def test_cce_bias_and_longer_shift():
     """Of CCE's later versions: against logits."""
     e, c, targets = head()
@@ -238,6 +294,24 @@ def test_verl_linear_cross_entropy(verl_functional):
     for reduction, expected in (("sum", theirs[0].sum()), ("MEAN", theirs[0].mean())):
         logprob, entropy = verl.linear_cross_entropy(hidden, weight, labels.flatten(), 0.7, reduction)
         assert error([logprob, entropy], [expected, theirs[1].flatten()]) < 1e-5
+
+
+def test_verl_heads_against_logits():
+    """Log-prob and entropy, shapes and dtypes, also where verl is not installed."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        hidden, weight, labels = head(dtype)
+        log_p = ((hidden.float() @ weight.float().T) / 0.7).log_softmax(-1)
+        plain = [log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)]
+        upstream, results = torch.rand(2, B, L), []
+        for logprob, entropy in (
+            [plain[0], plain[1].to(dtype)],
+            verl.FusedLinearForPPO()(hidden, weight, labels, 0.7),
+            [x.view(B, L) for x in verl.linear_cross_entropy(hidden, weight, labels, 0.7)],
+        ):
+            loss = (upstream[0] * logprob).sum() + (upstream[1] * entropy).sum()
+            results.append([logprob, entropy, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)])
+        results[2][1] = results[2][1].to(dtype)  # float32 from this one, as from verl's kernel
+        assert max(error(found, results[0]) for found in results[1:]) < tolerance
 
 
 def test_verl_refusals():

@@ -313,6 +313,28 @@ def test_group_of_hundreds(backend):
     assert rejects(preference_weights(scores, rewards, rows, backend=backend), slope.sum(0) - slope.sum(1)) is None
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_group_of_4096(backend, monkeypatch):
+    """The kernel in large blocks, so that the interpreter is done in seconds."""
+    kernels = importlib.import_module("amir_kernels._group_kernels")
+    monkeypatch.setattr(kernels, "ROW_BLOCK", 1024)
+    monkeypatch.setattr(kernels, "COLUMN_BLOCK", 1024)
+    rows = 4096
+    scores, rewards = torch.randn(rows), torch.randint(0, 2, (rows,)).float()
+    order = torch.randperm(rows)
+    ids = torch.zeros(rows, dtype=torch.int64)
+    win, lose = (scores[rewards == value].double() for value in (1, 0))
+    z = 0.2 * (win[:, None] - lose)
+    got = preference_loss(scores[order], rewards[order], ids, backend=backend)
+    assert got.pairs == z.numel()
+    assert abs(got.loss.item() + torch.nn.functional.logsigmoid(z).mean().item()) < 1e-6
+    slope = 0.2 * torch.sigmoid(-z) / z.numel()
+    exact = torch.zeros(rows, dtype=torch.float64)
+    exact[rewards == 1], exact[rewards == 0] = -slope.sum(1), slope.sum(0)
+    weights = preference_weights(scores[order], rewards[order], ids, backend=backend)
+    assert rejects(weights, exact[order]) is None
+
+
 class Largest(TorchDispatchMode):
     elements = 0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._groups import Segments
 
-MAX_GROUP_BLOCK = 1024
+MAX_GROUP_BLOCK = 512
 ROW_BLOCK = 32
 COLUMN_BLOCK = 16
 RESOURCES = {} if torch.version.hip else {"maxnreg": 255}
@@ -141,6 +141,7 @@ def _pass_at_k_kernel(rewards, offsets, advantages, k, BLOCK: tl.constexpr):
     count = tl.sum(knowns, axis=0)
     correct = tl.sum(corrects, axis=0)
 
+    enough = tl.where(count > k, 1.0, 0.0)
     of_correct = count * 0.0 + 1.0
     of_wrong = count * 0.0 + 1.0
     before = of_wrong
@@ -152,8 +153,8 @@ def _pass_at_k_kernel(rewards, offsets, advantages, k, BLOCK: tl.constexpr):
 
     for first in range(start, end, BLOCK):
         r = tl.load(rewards + first + lane, mask=first + lane < end, other=float("nan"))
-        a = k * tl.where(r == 1.0, of_correct, of_wrong - before)
-        tl.store(advantages + first + lane, tl.where(_known(r) & (count > k), a, 0.0), mask=first + lane < end)
+        a = enough * k * tl.where(r == 1.0, of_correct, of_wrong - before)
+        tl.store(advantages + first + lane, tl.where(_known(r), a, 0.0), mask=first + lane < end)
 
 
 def pass_at_k_advantages(rewards: Tensor, offsets: Tensor, longest: int, k: int) -> Tensor:

@@ -254,7 +254,7 @@ def _informative(rewards: Tensor, groups: _Groups) -> Tensor:
 # ---- pass@k --------------------------------------------------------------------------------------------------------
 
 
-def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
+def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int, *, backend: str = "auto") -> Tensor:
     """Contribution of each completion to its group's pass@k, against a leave-one-out baseline, `[B]`, without a graph.
 
     With n scorable rows of a group, c of them correct, and `rho(n, c, k) = 1 - C(n-c, k) / C(n, k)`, the unbiased
@@ -272,8 +272,8 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
 
     `rewards [B]` are 0 or 1; a NaN row gets 0 and is left out; other values raise ValueError, as does a group of k
     rows or fewer, which has no k others. Where NaN leaves k scorable rows or fewer, the group gets 0. A group that is
-    all correct or all wrong gets exactly 0. float64 inside; returns float32, float64 for float64 rewards. Waits for
-    the device.
+    all correct or all wrong gets exactly 0. float64 inside; returns float32, float64 for float64 rewards, which the
+    torch backend alone takes. `backend` is "auto", "triton" or "torch". Waits for the device.
     """
     check_rewards(rewards)
     if rewards.dim() != 1:
@@ -281,6 +281,7 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
     check_count("k", k)
+    triton = use_triton(backend, rewards)
     exact = rewards.detach().to(torch.float64)
     scored = ~exact.isnan()
     if not bool(((exact == 0) | (exact == 1) | ~scored).all()):
@@ -294,15 +295,24 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
             f"k={k} needs groups of more than {k} rows, for the baseline of the others; one has {int(sizes.min())}"
         )
     ordered = groups.where.sort(exact)
+    if triton:
+        from ._group_kernels import pass_at_k_advantages
+
+        advantages = pass_at_k_advantages(ordered, groups.offsets, groups.longest, k)
+    else:
+        advantages = _pass_at_k_torch(ordered, groups, k)
+    out = groups.where.unsort(advantages)
+    return out if rewards.dtype == torch.float64 else out.float()
+
+
+def _pass_at_k_torch(ordered: Tensor, groups: _Groups, k: int) -> Tensor:
     known = ~ordered.isnan()
     correct = known & (ordered == 1)
     n, c = groups.sum(known.to(torch.float64)), groups.sum(correct.to(torch.float64))
     others = n - 1
     with_row = torch.where(correct, 1.0, _pass_at_k(others, c, k - 1))
     without_row = _pass_at_k(others, torch.where(correct, c - 1, c), k)
-    advantages = torch.where(known & (n > k), k * (with_row - without_row), 0)
-    out = groups.where.unsort(advantages)
-    return out if rewards.dtype == torch.float64 else out.float()
+    return torch.where(known & (n > k), k * (with_row - without_row), 0)
 
 
 def _pass_at_k(n: Tensor, c: Tensor, k: int) -> Tensor:
