@@ -209,7 +209,7 @@ def checkpoint_layers(body: Any, *, offload: bool) -> None:
     A layer checkpoints where its own `training` is true; what is in it stays in evaluation mode, so nothing is dropped
     out. `offload`: the inputs wait in pinned CPU memory.
     """
-    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"gradient_checkpointing: {type(body).__name__} has no layers that could be checkpointed")
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts(body))

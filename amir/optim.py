@@ -65,7 +65,7 @@ def update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
     if not any(parameter.dtype.itemsize == 2 for parameter in parameters):
         optimizer.step()
         return
-    gradients = {parameter: parameter.grad for parameter in parameters}
+    gradients: dict[nn.Parameter, Any] = {parameter: parameter.grad for parameter in parameters}
     for parameter in parameters:
         parameter.grad = None
     for portion in _portions(parameters):

@@ -44,7 +44,7 @@ from rows import keep
 
 META = torch.device("meta")
 BLOCK = 512
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
     "Qwen2.5-3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
     "Qwen2.5-1.5B": {
@@ -224,11 +224,11 @@ def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
         "eos_token_id": 0,
     }
     with META:
-        base = Qwen2ForCausalLM(Qwen2Config(**sizes, dtype="bfloat16")).to(torch.bfloat16)
+        base = nn.Module.to(Qwen2ForCausalLM(Qwen2Config(**sizes, dtype="bfloat16")), torch.bfloat16)
     if setting.quantization == "4bit":
         quantize(base.model)
     tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "eos_token_id": 0})()
-    policy = wrap_policy(base, tokenizer, config)
+    policy: Any = wrap_policy(base, tokenizer, config)
     policy.__class__ = OnMeta
     policy.__dict__["why_unpacked"] = None
     policy.full_logits = {"full logits, float32": torch.float32, "full logits, bfloat16": torch.bfloat16}.get(
@@ -293,7 +293,7 @@ def count(setting: Setting) -> Memory:
             group["foreach"] = True  # as on a GPU
         batch = with_reference(policy, make_one_batch(setting, config), config)
         backward(policy, batch, objective_of(config), config)
-        update(optimizer, list(policy.trainable().values()))
+        update(optimizer, optimizer.param_groups[0]["params"])
         trained = live.now - weights
     return Memory(weights, trained, live.peak)
 
@@ -330,7 +330,7 @@ def make_one_batch(setting: Setting, config: RunConfig) -> Batch:
 HEADS = ("full logits, float32", "full logits, bfloat16", "amir")
 STEPS = [Setting(), Setting(checkpointing=True), Setting(checkpointing=True, offload=True)]
 STEPS += [Setting(quantization="4bit", checkpointing=True)]
-SHORT = {"prompt": 512, "completion": 1024, "checkpointing": True}
+SHORT: dict[str, Any] = {"prompt": 512, "completion": 1024, "checkpointing": True}
 CARDS = [
     Setting("Qwen2.5-7B", quantization="4bit", micro_batch_tokens=1535, **SHORT),
     Setting("Qwen2.5-7B", quantization="4bit", micro_batch_tokens=4096, **SHORT),
