@@ -64,6 +64,31 @@ def options_of(temperature, softcap, scale, target, dtype):
     return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
 
 
+class Products:
+    """Counts the flops of the products inside the ops, in units of rows * hidden size * vocabulary, while it is on."""
+
+    def __init__(self, monkeypatch, unit: int) -> None:
+        self.flops, self.unit, self.seen = 0, unit, []
+        mm, addmm = torch.mm, Tensor.addmm_
+
+        def count(a, b):
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            self.seen.append(precisions())
+
+        monkeypatch.setattr(torch, "mm", lambda a, b, **more: (count(a, b), mm(a, b, **more))[1])
+        monkeypatch.setattr(Tensor, "addmm_", lambda total, a, b: (count(a, b), addmm(total, a, b))[1])
+
+    def spent(self) -> float:
+        """Since the last call."""
+        flops, self.flops = self.flops, 0
+        return flops / self.unit
+
+
+def precisions() -> tuple[str, str]:
+    """Of float32 products, on a GPU and on a CPU."""
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes alive after any torch call, of storages allocated while this is on."""
 

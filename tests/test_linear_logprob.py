@@ -8,7 +8,7 @@ from torch import Tensor
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
 from closeness import assert_as_good_as
-from head_cases import RESULTS, SMALL, option_cases, options_of, run, tensors, upstream
+from head_cases import RESULTS, SMALL, Products, option_cases, options_of, precisions, run, tensors, upstream
 
 # ---- the reference -------------------------------------------------------------------------------------------------
 
@@ -193,19 +193,23 @@ def test_rows_without_upstream_gradient_change_nothing(kinds):
     assert torch.equal(whole["d weight"], alone["d weight"])
 
 
-def test_dead_rows_are_left_out_of_the_products(monkeypatch):
-    """Counted: rows of the left factor in the backward's products."""
-    from amir_kernels import _linear_torch
-
-    inputs, target = tensors(rows=(64,), ignored=0)
-    counted = []
-    original = _linear_torch.product
-    monkeypatch.setattr(_linear_torch, "product", lambda a, b, out: (counted.append(len(a)), original(a, b, out)))
-    logprob = linear_logprob(inputs["hidden"], inputs["weight"], target)
-    forward = sum(counted)
-    counted.clear()
-    logprob[:16].sum().backward()
-    assert sum(counted) == forward // 4
+@pytest.mark.parametrize(("trained", "flops"), [(False, 4), (True, 6)])
+def test_only_live_rows_and_wanted_gradients_have_products(monkeypatch, trained, flops):
+    """Counted in T H V: 2 forward, 4 backward with a frozen head, 6 with a trained one; half for half the rows."""
+    inputs, target = tensors(rows=(64,), dtype=torch.float32, ignored=0)
+    hidden, weight = inputs["hidden"], inputs["weight"].detach().requires_grad_(trained)
+    products = Products(monkeypatch, 64 * weight.numel())
+    logprob = linear_logprob(hidden, weight, target)
+    assert products.spent() == 2
+    logprob.sum().backward(retain_graph=True)
+    assert products.spent() == flops
+    logprob[::2].sum().backward(retain_graph=True)
+    assert products.spent() == flops / 2
+    (0 * logprob).sum().backward()
+    assert products.spent() == 0
+    target[::2] = -100
+    linear_logprob(hidden, weight, target)
+    assert products.spent() == 1
 
 
 # ---- properties ----------------------------------------------------------------------------------------------------
@@ -282,8 +286,9 @@ def test_any_subset_of_gradients_has_the_values_of_all(wanted, dtype):
         assert torch.equal(value, everything[name]), name
 
 
-def test_frozen_head_allocates_no_weight_gradient():
-    """Allocations of [V, H] or more are seen by none of the torch calls made inside the op."""
+@pytest.mark.parametrize("rank", [0, 3])
+def test_frozen_head_allocates_nothing_of_its_size(rank):
+    """Neither its gradient nor, with LoRA, the sum: no torch call inside the op sees an allocation near [V, H]."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -296,11 +301,12 @@ def test_frozen_head_allocates_no_weight_gradient():
                     self.seen = max(self.seen, value.numel())
             return out
 
-    inputs, target = tensors(rows=(8,), vocabulary=4001, hidden_size=64)
+    inputs, target = tensors(rows=(8,), vocabulary=4001, hidden_size=64, rank=rank)
     hidden, weight = inputs["hidden"], inputs["weight"].detach()
+    lora = [inputs[name].detach() if rank else None for name in "ab"]
     from amir_kernels.linear_logprob import _backward, _forward
 
-    call = (hidden.detach(), weight, target, None, torch.tensor(1.0), None, 1.0, None, None, 1.0, -100, torch.float64)
+    call = (hidden.detach(), weight, target, None, torch.tensor(1.0), None, 1.0, *lora, 1.0, -100, torch.float64)
     with Largest() as mode, torch.no_grad():
         logprob, entropy, _, shift, total = _forward(*call, 400_000, False, "", False)
         grads = _backward(
@@ -315,9 +321,9 @@ def test_frozen_head_allocates_no_weight_gradient():
             400_000,
             False,
             "",
-            [True] + [False] * 4,
+            [True, False, False, bool(rank), bool(rank)],
         )
-    assert len(grads) == 1
+    assert len(grads) == (3 if rank else 1)
     assert 0 < mode.seen < weight.numel() // 4
 
 
@@ -376,7 +382,9 @@ def test_backward_can_be_repeated_and_leaves_the_inputs_alone():
 
 
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (2, 0), (3, 1, 5), (17,)])
-@pytest.mark.parametrize(("hidden_size", "vocabulary"), [(1, 1), (7, 2), (24, 15), (24, 16), (24, 17), (33, 301)])
+@pytest.mark.parametrize(
+    ("hidden_size", "vocabulary"), [(0, 9), (1, 1), (7, 2), (24, 15), (24, 16), (24, 17), (33, 301)]
+)
 def test_any_shape(rows, hidden_size, vocabulary):
     inputs, target = tensors(
         rows=(max(1, torch.Size(rows).numel()),), hidden_size=hidden_size, vocabulary=vocabulary, ignored=0
@@ -391,9 +399,20 @@ def test_any_shape(rows, hidden_size, vocabulary):
         torch.testing.assert_close(value, theirs[name], msg=name)
 
 
+def test_seventy_thousand_rows():
+    hidden, weight = torch.randn(70_000, 8, requires_grad=True), torch.randn(11, 8)
+    target = torch.randint(0, 11, (70_000,))
+    grads = []
+    for function in (linear_logprob, reference.linear_logprob):
+        value = function(hidden, weight, target)
+        grads.append((value, *torch.autograd.grad(value.sum(), hidden)))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_strided_and_expanded_inputs():
-    base = torch.randn(3, 9, 48, dtype=torch.float64)
-    weight = torch.randn(24, 50, dtype=torch.float64).T
+    base = torch.randn(3, 9, 48, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(24, 50, dtype=torch.float64, requires_grad=True).T
     target = torch.randint(0, 50, (9,)).expand(3, 9)[:, :-1]
     for hidden in (
         base[:, :-1, ::2],
@@ -407,6 +426,8 @@ def test_strided_and_expanded_inputs():
             for f in (__import__("amir_kernels"), reference)
         )
         torch.testing.assert_close(ours, theirs)
+        for one, other in zip(*(torch.autograd.grad(f.sum(), [base, weight]) for f in (ours, theirs)), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_autocast_takes_its_dtype_for_the_products_and_float32_for_the_rest():
@@ -420,17 +441,31 @@ def test_autocast_takes_its_dtype_for_the_products_and_float32_for_the_rest():
     assert torch.autograd.grad(ours.sum(), weight)[0].dtype == torch.float32
 
 
-def test_products_are_float32_whatever_the_global_precision():
-    inputs, target = tensors(rows=(64,), hidden_size=256, dtype=torch.float32)
-    highest = run(linear_logprob_entropy, inputs, target, grads := upstream(target))
-    torch.set_float32_matmul_precision("medium")
-    try:
-        medium = run(linear_logprob_entropy, inputs, target, grads)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    for name, value in highest.items():
-        assert torch.equal(value, medium[name]), name
+@pytest.fixture
+def set_precision():
+    """Sets the precision of float32 products by the old or the new interface; afterwards all is as by default."""
+    yield {
+        "old": lambda: torch.set_float32_matmul_precision("medium"),
+        "cuda": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "cpu": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    }
+    for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        backend.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("interface", ["old", "cuda", "cpu"])
+def test_products_are_float32_whatever_the_global_precision(monkeypatch, set_precision, interface):
+    """Every product, of the forward and the backward, sees the strict setting; the user's stands again afterwards."""
+    inputs, target = tensors(rows=(8,), dtype=torch.float32)
+    products = Products(monkeypatch, 1)
+    set_precision[interface]()
+    before = precisions()
+    assert "ieee" not in before or interface != "old"
+    run(linear_logprob_entropy, inputs, target, upstream(target))
+    assert precisions() == before
+    assert len(products.seen) > 3
+    assert not {"tf32", "bf16"} & {setting for pair in products.seen for setting in pair}
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

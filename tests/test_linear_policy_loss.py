@@ -8,7 +8,7 @@ import torch
 from amir_kernels import OBJECTIVES, PolicyLoss, linear_logprob, linear_policy_loss, reference
 from amir_kernels.linear_logprob import call_of
 from closeness import assert_as_good_as
-from head_cases import LiveBytes, tensors
+from head_cases import LiveBytes, Products, tensors
 
 B, L = 4, 11
 
@@ -162,10 +162,12 @@ def test_slope_errs_no_more_than_eager_float32(spread):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_the_bits_of_linear_logprob(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "trained"), [(torch.float32, ()), (torch.bfloat16, ()), (torch.float32, ("weight",))]
+)
+def test_logprobs_are_the_bits_of_linear_logprob(dtype, trained):
     """Seen through a loss that is the negative mean of the log-probs."""
-    inputs, target, _, _ = case(dtype=dtype, ignored=0)
+    inputs, target, _, _ = case(dtype=dtype, trained=trained, ignored=0)
     arguments = (inputs["hidden"], inputs["weight"], target, None, torch.ones(B))
     fused = linear_policy_loss(*arguments, objective="reinforce").loss
     plain = reference.policy_loss(
@@ -175,16 +177,76 @@ def test_logprobs_are_the_bits_of_linear_logprob(dtype):
     assert torch.autograd.grad(fused, inputs["hidden"])[0].dtype == dtype
 
 
-def test_tokens_that_cannot_move_cost_no_slope(monkeypatch):
-    """Two of four rows have advantage 0: half the products of the second kind."""
-    module = sys.modules["amir_kernels.linear_policy_loss"]
-    inputs, target, _, _ = case(ignored=0)
-    counted = []
-    original = module.add_product
-    monkeypatch.setattr(module, "add_product", lambda total, a, b: (counted.append(len(a)), original(total, a, b)))
-    for advantages in (torch.ones(B), torch.tensor([1.0, 0.0, 1.0, 0.0])):
-        linear_policy_loss(inputs["hidden"], inputs["weight"], target, None, advantages)
-    assert counted[1] <= counted[0] * 0.7
+def test_a_formed_row_has_the_bits_of_linear_logprob_row_by_row():
+    """Its blocks hold other numbers of rows than those of linear_logprob."""
+    from amir_kernels._linear_backward import Wanted
+    from amir_kernels._linear_formed import FormedSweep
+
+    inputs, target = tensors(rows=(300,), hidden_size=64, vocabulary=2100, dtype=torch.float32, ignored=0)
+    hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
+    call = call_of(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, None, "torch")
+    arguments = (call.head, hidden, target, 0.7, torch.arange(300), Wanted(True, True, False, False, False))
+    for room in (400_000, 3_000_000):
+        sweep = FormedSweep(*arguments, call.workspace, room, lambda _, logprob: torch.ones_like(logprob))
+        sweep.run()
+        assert torch.equal(sweep.logprob, linear_logprob(hidden, weight, target, temperature=0.7, softcap=8.0))
+
+
+@pytest.mark.parametrize(("trained", "flops"), [((), 4), (("weight",), 6)])
+def test_flops_and_tokens_that_cannot_move(monkeypatch, trained, flops):
+    """Counted in T H V, forward and backward. Advantage 0 on two of four rows: they cost their log-probs only."""
+    inputs, target, _, _ = case(dtype=torch.float32, trained=trained, ignored=0)
+    hidden, weight = (inputs[name].detach() for name in ("hidden", "weight"))
+    hidden, target = hidden.repeat(1, 32, 1)[:, :32].requires_grad_(), target.repeat(1, 32)[:, :32]
+    weight.requires_grad_(bool(trained))
+    products = Products(monkeypatch, target.numel() * weight.numel())
+    for advantages, share in ((torch.ones(B), 1.0), (torch.tensor([1.0, 0.0, 1.0, 0.0]), 0.5)):
+        linear_policy_loss(hidden, weight, target, None, advantages).loss.backward()
+        assert products.spent() == share * flops + (1 - share) * 2
+
+
+@pytest.mark.parametrize(("rows", "hidden_size", "vocabulary"), [(0, 4, 5), (1, 1, 1), (5, 0, 9), (1, 4, 2)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_sizes_of_nothing_and_one(rows, hidden_size, vocabulary, trained):
+    hidden = torch.randn(rows, hidden_size, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, dtype=torch.float64, requires_grad=trained)
+    target, bounds = torch.zeros(rows, dtype=torch.int64), torch.tensor([0, rows])
+    grads = []
+    for function in (linear_policy_loss, reference.linear_policy_loss):
+        loss = function(
+            hidden, weight, target, None, torch.ones(1).double(), objective="reinforce", cu_seqlens=bounds
+        ).loss
+        grads.append((loss, *torch.autograd.grad(loss, [hidden, weight][: 1 + trained], allow_unused=rows == 0)))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
+
+
+@pytest.mark.parametrize("trained", [(), ("weight", "bias", "a", "b")])
+def test_triton_backend_takes_two_passes_to_the_same_loss(trained):
+    """Interpreted; a cap, a scale, a temperature per token, a LoRA and a bias at once."""
+    pytest.importorskip("triton")
+    inputs, target, mask, data = case(dtype=torch.float32, rank=2, trained=trained, hidden_size=16, vocabulary=70)
+    options = {"softcap": 4.0, "logit_scale": 1.3, "temperature": torch.rand(B, L) + 0.5}
+    ours = run(linear_policy_loss, inputs, target, mask, data, backend="triton", **options)
+    theirs = run(linear_policy_loss, inputs, target, mask, data, backend="torch", **options)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6 * float(theirs[name].abs().max()))
+
+
+@pytest.mark.parametrize("trained", [(), ("weight",)])
+def test_autocast_rounds_the_products_alone(trained):
+    inputs, target, mask, data = case(dtype=torch.float32, trained=trained)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = run(linear_policy_loss, inputs, target, mask, data)
+    rounded = {
+        name: value.detach().bfloat16().requires_grad_(value.requires_grad) if name != "bias" else value
+        for name, value in inputs.items()
+    }
+    theirs = run(linear_policy_loss, rounded, target, mask, data)
+    assert torch.equal(ours["loss"], theirs["loss"])
+    for name in ("d hidden", *(f"d {name}" for name in trained)):
+        assert ours[name].dtype == torch.float32
+        assert (ours[name] - theirs[name]).norm() < 0.01 * theirs[name].norm()
 
 
 @pytest.mark.parametrize("objective", ["gspo", "gspo_token", "gmpo", "vespo", "luspo"])
@@ -236,6 +298,16 @@ def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
             kept = hidden.nbytes
     assert live.peak - kept <= workspace + 200 * rows
     assert linear_policy_loss(*arguments, cu_seqlens=cu_seqlens, workspace_bytes=workspace).loss.isfinite()
+
+
+def test_the_backward_of_a_frozen_head_holds_only_its_gradient():
+    """Beside what the forward kept, `[..., H]` too."""
+    hidden, weight, target = torch.randn(500, 64, requires_grad=True), torch.randn(300, 64), torch.randint(300, (500,))
+    loss = linear_policy_loss(hidden, weight, target, None, torch.ones(2), cu_seqlens=torch.tensor([0, 200, 500])).loss
+    with LiveBytes(hidden, weight, target) as live:
+        (grad,) = torch.autograd.grad(loss, hidden)
+    assert grad.norm() > 0
+    assert live.peak <= 2 * hidden.nbytes + 50 * len(target)
 
 
 def test_compiles_as_one_graph_and_passes_opcheck():

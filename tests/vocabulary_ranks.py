@@ -1,5 +1,6 @@
-"""`python vocabulary_ranks.py WORLD`: a vocabulary split over gloo ranks against the whole. Run by a test."""
+"""`python vocabulary_ranks.py WORLD`: a vocabulary split over gloo ranks against the whole; FSDP2. Run by a test."""
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from amir_kernels import linear_logprob, linear_logprob_entropy
+from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss
 
 SIZES = {2: (51, 50), 3: (40, 1, 60)}
 H, T = 12, 23
@@ -41,24 +42,79 @@ def run(tensors: dict[str, torch.Tensor], target: torch.Tensor, **options: objec
     return dict(zip(result._fields, result, strict=True)) | dict(zip(leaves, grads, strict=True))
 
 
-def compare(rank: int, world: int, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float) -> None:
+def compare(
+    rank: int, world: int, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float, backend: str = "torch"
+) -> None:
     tensors, target = inputs(dtype)
     whole = run(tensors, target)
     first = sum(SIZES[world][:rank])
     own = slice(first, first + SIZES[world][rank])
     split = ("weight", "bias", "b")
     mine = {name: value[own] if name in split else value for name, value in tensors.items()}
-    ours = run(mine, target, process_group=group)
+    ours = run(mine, target, process_group=group, backend=backend)
     for name, value in ours.items():
         expected = whole[name][own] if name in split else whole[name]
         assert value.dtype == expected.dtype, name
         error = (value.double() - expected.double()).norm() / expected.double().norm()
         assert error < tolerance, f"rank {rank} of {world}, {dtype}: {name} is off by {error}"
+    if backend == "triton":
+        return
     alone = linear_logprob(mine["hidden"][5:6], mine["weight"], target[5:6], process_group=group)
     among = linear_logprob(mine["hidden"], mine["weight"], target, process_group=group)
     assert torch.equal(alone, among[5:6]), "a row's bits depend on its company"
     with pytest.raises(ValueError, match="got 101"):
         linear_logprob(mine["hidden"], mine["weight"], target.clamp(min=0) + 1, process_group=group)
+
+
+def compare_losses(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """linear_policy_loss over a split vocabulary, beside the whole."""
+    tensors, target = inputs(torch.float64)
+    first = sum(SIZES[world][:rank])
+    own, bounds = slice(first, first + SIZES[world][rank]), torch.tensor([0, 9, T])
+    outcomes = []
+    for rows, options in ((slice(None), {}), (own, {"process_group": group})):
+        hidden, weight = tensors["hidden"].clone().requires_grad_(), tensors["weight"][rows].clone().requires_grad_()
+        advantages = torch.tensor([1.0, -0.5]).double()
+        loss = linear_policy_loss(hidden, weight, target, None, advantages, cu_seqlens=bounds, **options).loss
+        outcomes.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
+    (loss, grad, grad_weight), ours = outcomes
+    for one, other in zip(ours, (loss, grad, grad_weight[own]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Model(torch.nn.Module):
+    """A head behind a layer, whose forward calls the op as a model's would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(H, H), torch.nn.Linear(H, 101, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return linear_logprob(self.body(x), self.head.weight, target)
+
+
+def compare_fsdp2() -> None:
+    """Inside the sharded module's forward the weights are whole; outside, sharded or replicated, they are refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(1)
+    plain, (tensors, target) = Model(), inputs(torch.float32)
+    sharded = Model()
+    sharded.load_state_dict(plain.state_dict())
+    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+    for model in (plain, sharded):
+        model(tensors["hidden"], target).sum().backward()
+    torch.testing.assert_close(sharded.head.weight.grad.full_tensor(), plain.head.weight.grad)
+    sharded.reshard()
+    replicated = distribute_tensor(plain.head.weight.detach(), mesh, [Replicate()])
+    for weight in (sharded.head.weight, replicated):
+        with pytest.raises(ValueError, match=r"DTensor; gather it first: weight.full_tensor\(\)"):
+            linear_logprob(tensors["hidden"], weight, target)
+        gathered = linear_logprob(tensors["hidden"], weight.full_tensor(), target)
+        assert torch.equal(gathered, linear_logprob(tensors["hidden"], plain.head.weight, target))
 
 
 def main(rank: int, world: int, meeting: str) -> None:
@@ -67,6 +123,10 @@ def main(rank: int, world: int, meeting: str) -> None:
     compare(rank, world, dist.group.WORLD, torch.float64, 1e-12)
     compare(rank, world, dist.group.WORLD, torch.float32, 2e-6)
     compare(rank, world, dist.group.WORLD, torch.bfloat16, 2e-3)
+    if importlib.util.find_spec("triton"):
+        compare(rank, world, dist.group.WORLD, torch.float32, 2e-6, backend="triton")
+    compare_losses(rank, world, dist.group.WORLD)
+    compare_fsdp2()
     dist.barrier()
     os._exit(0)  # an ordinary exit now and then aborts in gloo's threads, after all comparisons have passed
 

@@ -64,7 +64,7 @@ def token_layout(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | Non
         check_shape("mask", mask, logprobs.shape, "one entry per log-prob")
         if mask.is_floating_point():
             only = "a floating-point mask must hold 0 and 1 only; weights of tokens go into importance_weight"
-            torch._assert_async(((mask == 0) | (mask == 1)).all(), only)
+            check_values(((mask == 0) | (mask == 1)).all(), only)
         keep = mask != 0
     if cu_seqlens is None:
         if logprobs.dim() != 2:

@@ -182,7 +182,7 @@ class Sweep:
             if self.unit is not None:
                 total.mul_(self.unit)
             rows = total[: block.positions.shape[0]].to(self.grad_hidden.dtype)
-            self.grad_hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
+            self.grad_hidden.view(self.target.numel(), self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
 
 
 class _RecomputingSweep(Sweep):

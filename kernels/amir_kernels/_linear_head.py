@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,15 +139,36 @@ def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """Float32 products in float32 (no TF32, no bfloat16) and no autocast inside the op, whatever is set outside."""
-    precision = torch.get_float32_matmul_precision()
+    with _float32_products(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _float32_products() -> Iterator[None]:
     try:
-        if precision != "highest":
-            torch.set_float32_matmul_precision("highest")
-        with torch.autocast(device.type, enabled=False):
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by backend, which the older interface refuses to read
+        with _float32_products_by_backend():
             yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
     finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def _float32_products_by_backend() -> Iterator[None]:
+    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:

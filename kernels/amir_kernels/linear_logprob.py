@@ -265,8 +265,8 @@ _linear_logprob_backward.register_autograd(_refuse_double_backward)
 def _check_weight(weight: Tensor) -> None:
     check_float("weight", weight)
     sharded = hasattr(weight, "full_tensor")
-    if sharded or weight.numel() == 0:
-        what = "a sharded DTensor" if sharded else f"an empty shard of shape {list(weight.shape)}"
+    if sharded or weight.shape[:1].numel() == 0:
+        what = "a DTensor" if sharded else f"an empty shard of shape {list(weight.shape)}"
         raise ValueError(
             f"weight is {what}; gather it first: weight.full_tensor() (FSDP2, tensor parallel), "
             "FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([weight]) (ZeRO-3). "

@@ -114,13 +114,15 @@ _scale_slope.register_fake(_fake_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no zeros [..., H] for the slope, which has no gradient
     ctx.save_for_backward(output[1])
     ctx.dtype = inputs[0].dtype
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     (slope,) = ctx.saved_tensors
-    return _scale_slope(grad, slope, ctx.dtype), *[None] * (len(Call._fields) - 1)
+    grad_hidden = None if grad is None else _scale_slope(grad, slope, ctx.dtype)
+    return grad_hidden, *[None] * (len(Call._fields) - 1)
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> None:
@@ -186,8 +188,8 @@ def linear_policy_loss(
     gradient (frozen head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where
     float32 parameters of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and
     torch.compile does not trace this form, and `workspace_bytes` is by default 56 MiB on a CPU, since a row block's
-    logits wait in it (at least 16 rows of them, whatever it is). Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with a
-    trained head. Log-probs are the same bits in every form.
+    logits wait in it (at least 16 rows of them, whatever it is). Otherwise this is `linear_logprob` and `policy_loss`:
+    6 N H V, 8 with a trained head. Log-probs are the same bits in every form.
     """
     chosen = resolve_objective(objective)
     _refuse_sequence_level(chosen)
@@ -195,7 +197,7 @@ def linear_policy_loss(
     check_int64("target", target)
     check_shape("target", target, hidden.shape[:-1], "hidden's without its last dimension")
     check_devices("hidden", hidden.device, {"target": target})
-    layout = token_layout(hidden[..., 0], mask, cu_seqlens)
+    layout = token_layout(hidden.new_empty(target.shape), mask, cu_seqlens)
     if preference_weights is not None:
         check_preference_weights(preference_weights, layout.rows, hidden.device)
     counted = torch.where(layout.keep, target, ignore_index)
