@@ -58,7 +58,10 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The checked-out commit, with `-dirty` where tracked files outside bench/results differ from it."""
-    head = _git("rev-parse", "--short=12", "HEAD")
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: not a git checkout"
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     return f"{head}-dirty" if changed else head
 

@@ -87,6 +87,8 @@ def _line(row: Row) -> str:
     seconds, memory = row["seconds"], row["peak_memory_mb"]
     time = "{median:.4g} ({min:.4g} to {max:.4g}, {n})".format(**seconds) if seconds else "–"
     ratio = f"{row['ratio']:.2f} of {row['ratio_to']}" if row["ratio"] is not None else "–"
+    if row.get("parts"):
+        time += ": " + ", ".join(f"{name} {value:.3g}" for name, value in row["parts"].items())
     return f"| {row['case']} | {row['contender']} | {time} | {'–' if memory is None else f'{memory:,.0f}'} | {ratio} |"
 
 
@@ -104,7 +106,7 @@ def head_tables(rows: Iterable[Row]) -> str:
     parts = [_bar_table([bar for bar in found if bar.mode != GROWTH]), _contender_table(cases)]
     for (head, _), run in growing.items():
         parts += [_growth_table(head, run), _bar_table([bar for bar in found if bar.mode == GROWTH])]
-    parts.append("\n".join(dict.fromkeys(_certificate(row) for run in runs.values() for row in run.values())))
+    parts.append("\n\n".join(dict.fromkeys(_certificate(row) for run in runs.values() for row in run.values())))
     return "\n\n".join(part for part in parts if part)
 
 
