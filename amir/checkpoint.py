@@ -176,9 +176,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
     _sync(target.parent)
 
 
-def _optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named: dict[str, Tensor], ranks: Ranks
-) -> dict[str, Tensor]:
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """The state by parameter. Of bitsandbytes: its int step becomes int64, the code tables it shares are copied."""
     tensors = {}
     for name, parameter in named.items():

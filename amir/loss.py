@@ -73,8 +73,8 @@ class TokenBudget:
                 reason = str(error).partition(". ")[0]
                 if self.ranks.size > 1:
                     raise ConfigError(
-                        f"rank {self.ranks.rank} is out of memory in a micro-batch of {self._held} tokens ({reason}), and "
-                        f"the other ranks wait for it; expected micro_batch_tokens below {self._held}"
+                        f"rank {self.ranks.rank} is out of memory in a micro-batch of {self._held} tokens ({reason}), "
+                        f"and the other ranks wait for it; expected micro_batch_tokens below {self._held}"
                     ) from None
             undo()  # here the failed attempt's tensors are free: the exception held its frames
             torch.cuda.empty_cache()

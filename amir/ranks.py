@@ -130,7 +130,8 @@ def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: 
     options: Any = {"mesh": init_device_mesh(device.type, (size,)), "mp_policy": precision}
     for layer in [module for module in forward.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, **options)
-    return fully_shard(forward, **options)
+    fully_shard(forward, **options)
+    return forward
 
 
 def run_whole(forward: nn.Module, run: Callable[[], Result]) -> Result:

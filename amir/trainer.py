@@ -61,7 +61,9 @@ class Trainer:
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget(self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say, ranks=self.ranks)
+        self.budget = TokenBudget(
+            self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say, ranks=self.ranks
+        )
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:
@@ -183,7 +185,7 @@ class Trainer:
     def _sample_and_reward(
         self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock | None = None
     ) -> tuple[Rollout, torch.Tensor]:
-        """Completions of the prompts and their scores `[B, F]`, from each rank those of its share; all ranks get all."""
+        """Completions of the prompts and their scores `[B, F]`: each rank makes those of its share, and gets all."""
         clock, mine, part = clock or Clock(), list(self.ranks.share(prompts)), None
         if self.config.sampler.name == "server":  # one rank talks to it for all
             mine = prompts if self.ranks.first else []
@@ -209,7 +211,7 @@ class Trainer:
         return self._sampler.sample(ids, group_size, self.config.max_completion_length, seed)
 
     def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> tuple[torch.Tensor, list[str]]:
-        """What each reward function gives each completion, float32 `[B, F]`, NaN where nothing; and what to say of it."""
+        """What each function gives each completion, float32 `[B, F]`, NaN where nothing; and what to say of it."""
         examples = [prompt.example for prompt in prompts for _ in range(group_size)]
         tokens = rollout.tokens
         ids = [row[keep].tolist() for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]

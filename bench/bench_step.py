@@ -5,6 +5,9 @@ micro-batch. `amir-pairs` adds the pair term and its reference log-probs; `trl-c
 checkpointing, TRL's default. Each measurement has a process of its own, since peak memory is a process's, and the
 contenders take turns. A group whose rewards are all equal is dead: it has no gradient, and amir leaves it out of the
 update where TRL computes zeros. How many there were stands in the case; `--random-rewards` makes them rare.
+
+Parts of a step, by wrapping each trainer's own functions: rollout (sampling and rewards), scoring (passes without
+gradient, for old or reference log-probs), forward, backward (with what checkpointing computes again).
 """
 
 import argparse
@@ -19,9 +22,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,22 +35,39 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from amir.config import ArithmeticTask, LoraSettings, RunConfig
+from amir.config import ArithmeticTask, Gsm8kTask, LoraSettings, RunConfig
 from amir.rewards import Correctness
 from amir.smollm2 import MODEL_NAME, smollm2_folder
-from amir.tasks import Example, arithmetic
+from amir.tasks import Example, arithmetic, gsm8k
 from machine import birth_certificate
 from rows import keep, timing
 
 CONTENDERS = ("trl", "trl-checkpointing", "amir", "amir-pairs")
 RIVAL = "trl"
-PROMPTS, GROUP, NEW_TOKENS, MICRO_BATCH = 4, 8, 24, 8
+GROUP, MICRO_BATCH = 8, 8
 LEARNING_RATE = 1e-5
 SEED = 0
 MAX_LENGTH_RATIO = 1.25
 """Mean completion lengths further apart than this are not the same work."""
 QUIET_LOAD = 0.5
 TASK = ArithmeticTask(name="arithmetic", max_operand=9)
+WORKED_EXAMPLE = """She sold 48 clips in April. In May she sold half as many, which is 48 / 2 = 24 clips. Together that
+is 48 + 24 = 72 clips. The answer is 72."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked, and how much may be answered."""
+
+    name: str
+    prompts: int  # a step
+    new_tokens: int
+
+
+WORKLOADS = {
+    "sums": Workload("one-digit sums", prompts=4, new_tokens=24),
+    "gsm8k": Workload("GSM8K with a worked example before each question", prompts=2, new_tokens=100),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,7 @@ class Settings:
     steps: int
     threads: int
     random_rewards: bool
+    workload: Workload = WORKLOADS["sums"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,8 @@ class Measurement:
     sampling_seconds: list[float]
     peak_memory_mb: float
     completions: list[list[Completion]]  # a list a step, each prompt's completions side by side
+    parts: list[dict[str, float]]  # seconds by name, of each step
+    prompt_tokens: float  # mean
 
     def flat(self) -> list[Completion]:
         """The completions of all steps."""
@@ -88,7 +112,7 @@ def main() -> int:
     if any(contender.startswith("trl") for contender in options.contenders) and importlib.util.find_spec("trl") is None:
         print("bench_step: TRL is not installed: pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
         return 2
-    settings = Settings(options.steps, options.threads, options.random_rewards)
+    settings = Settings(options.steps, options.threads, options.random_rewards, WORKLOADS[options.workload])
     prepare_environment(settings)
     console = Console(width=120)
     measured: dict[str, list[Measurement]] = {contender: [] for contender in options.contenders}
@@ -113,6 +137,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--workload", choices=WORKLOADS, default="sums")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each contender")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a process, after one warm-up step")
     parser.add_argument("--threads", type=int, default=2)
@@ -155,17 +180,43 @@ class Laps:
     def __init__(self) -> None:
         self._resident = psutil.Process().memory_info().rss
         self._ends: list[tuple[float, float]] = []
+        self._parts: list[Counter[str]] = [Counter()]
 
     def end_step(self) -> None:
         """To be called at the end of every step, the warm-up step included."""
         self._ends.append((time.perf_counter(), time.process_time()))
+        self._parts.append(Counter())
 
-    def measurement(self, sampling_seconds: list[float], completions: list[list[Completion]]) -> Measurement:
-        """What was measured; the arguments hold an item for every step, the warm-up step included."""
+    def watch(self, owner: Any, function: str, part: Callable[[], str]) -> None:
+        """Adds the time of every call of `owner.function` to the step's part of the name that `part()` gives."""
+        original = getattr(owner, function)
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(*arguments, **keywords)
+            finally:
+                self._parts[-1][part()] += time.perf_counter() - began  # type: ignore[assignment]
+
+        setattr(owner, function, timed)
+
+    def measurement(
+        self, sampling_seconds: list[float], completions: list[list[Completion]], prompt_tokens: float
+    ) -> Measurement:
+        """What was measured; the lists hold an item for every step, the warm-up step included."""
         wall, cpu = ([b - a for a, b in pairwise(ends)] for ends in zip(*self._ends, strict=True))
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return Measurement(wall, cpu, sampling_seconds[1:], (peak - self._resident) / 1e6, completions[1:])
+        parts = [
+            {"rollout": rollout} | dict(part) for rollout, part in zip(sampling_seconds, self._parts, strict=False)
+        ]
+        memory = (peak - self._resident) / 1e6
+        return Measurement(wall, cpu, sampling_seconds[1:], memory, completions[1:], parts[1:], prompt_tokens)
+
+
+def pass_name() -> str:
+    """The part that a pass of the model belongs to."""
+    return "forward" if torch.is_grad_enabled() else "scoring"
 
 
 def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
@@ -178,6 +229,8 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
     config = trl_config(contender, settings, folder)
     model, tokenizer = load_model()
     laps = Laps()
+    laps.watch(GRPOTrainer, "_get_per_token_logps_and_entropies", pass_name)
+    laps.watch(torch.autograd, "backward", lambda: "backward")
     sampled: list[list[Completion]] = []
     sampling_seconds: list[float] = []
     began = 0.0
@@ -211,7 +264,10 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return laps.measurement(sampling_seconds, sampled)
+    questions = [[{"role": "user", "content": example.question}] for example in examples(settings)]
+    rendered = tokenizer.apply_chat_template(questions, tokenize=False, add_generation_prompt=True)
+    lengths = [len(ids) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]]
+    return laps.measurement(sampling_seconds, sampled, statistics.fmean(lengths))
 
 
 def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
@@ -224,9 +280,9 @@ def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
         bf16=False,
         gradient_checkpointing=contender == "trl-checkpointing",
         per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
+        gradient_accumulation_steps=settings.workload.prompts * GROUP // MICRO_BATCH,
         num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
+        max_completion_length=settings.workload.new_tokens,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -248,6 +304,7 @@ def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
 def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     """Our trainer."""
     from amir.load import wrap_policy
+    from amir.model import Policy
     from amir.prompts import Prompt, prompt_ids
     from amir.rundir import RunDirectory
     from amir.tasks import Task
@@ -275,17 +332,20 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
 
     model, tokenizer = load_model()
     laps = Laps()
+    laps.watch(Policy, "logprobs", pass_name)
+    laps.watch(torch.autograd, "backward", lambda: "backward")
     sampling_seconds: list[float] = []
     task = Task(examples(settings), [])
     config = amir_config(contender, settings, folder)
-    longest = max(len(prompt_ids(tokenizer, example, config)) for example in task.train)
-    config = config.model_copy(update={"micro_batch_tokens": MICRO_BATCH * (longest + NEW_TOKENS)})
+    lengths = [len(prompt_ids(tokenizer, example, config)) for example in task.train]
+    budget = MICRO_BATCH * (max(lengths) + settings.workload.new_tokens)
+    config = config.model_copy(update={"micro_batch_tokens": budget})
     directory = RunDirectory(folder / "run", config, resume=False)
     trainer = InOrder(config, wrap_policy(model, tokenizer, config), task, directory, Steps())
     trainer.rewards.correctness = make_grader(settings)
     trainer.train()
     directory.close()
-    return laps.measurement(sampling_seconds, recorded_completions(directory.path))
+    return laps.measurement(sampling_seconds, recorded_completions(directory.path), statistics.fmean(lengths))
 
 
 def amir_config(contender: str, settings: Settings, folder: Path) -> RunConfig:
@@ -296,9 +356,9 @@ def amir_config(contender: str, settings: Settings, folder: Path) -> RunConfig:
         dtype="float32",
         lora=LoraSettings(r=16, alpha=16),
         task=TASK,
-        prompts_per_step=PROMPTS,
+        prompts_per_step=settings.workload.prompts,
         num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
+        max_completion_length=settings.workload.new_tokens,
         loss_type="dapo",
         lambda_reg=0.01 if contender == "amir-pairs" else 0.0,
         learning_rate=LEARNING_RATE,
@@ -326,8 +386,13 @@ def load_model() -> tuple[Any, Any]:
 
 
 def examples(settings: Settings) -> list[Example]:
-    """One-digit additions for the warm-up step and the timed ones, in a fixed order."""
-    return random.Random(SEED).sample(arithmetic.load(TASK).train, PROMPTS * (1 + settings.steps))
+    """Questions for the warm-up step and the timed ones, in a fixed order."""
+    count, draw = settings.workload.prompts * (1 + settings.steps), random.Random(SEED)
+    if settings.workload == WORKLOADS["sums"]:
+        return draw.sample(arithmetic.load(TASK).train, count)
+    shown, *asked = gsm8k.load(Gsm8kTask(name="gsm8k", path="sample")).train
+    before = f"Question: {shown.question}\nAnswer: {WORKED_EXAMPLE}\n\nQuestion: "
+    return [replace(example, question=before + example.question) for example in draw.sample(asked, count)]
 
 
 class Lots(Correctness):
@@ -389,30 +454,37 @@ def make_rows(measured: dict[str, list[Measurement]], settings: Settings) -> lis
                 "peak_memory_mb": round(max(m.peak_memory_mb for m in measurements), 1),
                 "ratio_to": RIVAL if compared else None,
                 "ratio": times[name]["median"] / times[RIVAL]["median"] if compared else None,
+                "parts": parts_of(measurements),
             }
         )
     return rows
 
 
+def parts_of(measurements: list[Measurement]) -> dict[str, float]:
+    """Median seconds of each part of a step; a part that a step lacks took it none."""
+    steps = [step for m in measurements for step in m.parts]
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: round(statistics.median(step.get(name, 0.0) for step in steps), 3) for name in names}
+
+
 def case(measurements: list[Measurement], settings: Settings) -> str:
     """What was done, in words."""
     dead, groups = dead_groups(measurements)
+    work, prompt_tokens = settings.workload, statistics.fmean(m.prompt_tokens for m in measurements)
     rewards = "rewards by lot" if settings.random_rewards else "reward: last number right"
     return (
-        f"SmolLM2-135M float32, LoRA r 16, {PROMPTS} x {GROUP} completions of up to {NEW_TOKENS} tokens (mean "
-        f"{mean_tokens(measurements):.1f}), micro-batch {MICRO_BATCH}, {rewards}, {dead} of {groups} groups dead"
+        f"SmolLM2-135M float32, LoRA r 16, {work.name} (mean {prompt_tokens:.0f} tokens), {work.prompts} x {GROUP} "
+        f"completions of up to {work.new_tokens} tokens (mean {mean_tokens(measurements):.1f}), micro-batch "
+        f"{MICRO_BATCH}, {rewards}, {dead} of {groups} groups dead"
     )
 
 
 def printed(rows: list[dict[str, Any]], measured: dict[str, list[Measurement]]) -> Table:
     """The rows as a table, with parts that they do not hold."""
-    table = Table(
-        "contender", "step s", "min to max", "n", "of trl", "CPU s", "sampling s", "rest s", "peak MB", "of trl"
-    )
+    table = Table("contender", "step s", "min to max", "n", "of trl", "CPU s", "parts, s", "peak MB", "of trl")
     memory = {row["contender"]: row["peak_memory_mb"] for row in rows}
     for row in rows:
         name, seconds = row["contender"], row["seconds"]
-        sampling = statistics.median(s for m in measured[name] for s in m.sampling_seconds)
         table.add_row(
             name,
             f"{seconds['median']:.2f}",
@@ -420,8 +492,7 @@ def printed(rows: list[dict[str, Any]], measured: dict[str, list[Measurement]]) 
             str(seconds["n"]),
             "" if row["ratio"] is None else f"{row['ratio']:.2f}",
             f"{statistics.median(s for m in measured[name] for s in m.cpu_seconds):.2f}",
-            f"{sampling:.2f}",
-            f"{seconds['median'] - sampling:.2f}",
+            ", ".join(f"{part} {value:.2f}" for part, value in row["parts"].items()),
             f"{memory[name]:,.0f}",
             "" if row["ratio"] is None else f"{memory[name] / memory[RIVAL]:.2f}",
         )

@@ -22,6 +22,8 @@ FIELDS = (
     "date",
     "command",
 )
+OPTIONAL = ("parts",)
+"""`parts`: seconds by name, of what a time is made of."""
 
 
 def timing(seconds: Sequence[float]) -> dict[str, float]:
@@ -31,7 +33,7 @@ def timing(seconds: Sequence[float]) -> dict[str, float]:
 
 def keep(row: dict[str, Any]) -> Path:
     """Appends `row` to the file of its day and machine, and returns that file; other fields than FIELDS are refused."""
-    missing, unknown = set(FIELDS) - set(row), set(row) - set(FIELDS)
+    missing, unknown = set(FIELDS) - set(row), set(row) - {*FIELDS, *OPTIONAL}
     if missing or unknown:
         raise ValueError(
             f"a row has the fields {', '.join(FIELDS)}; missing: {sorted(missing)}, unknown: {sorted(unknown)}"

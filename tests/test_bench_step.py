@@ -37,7 +37,8 @@ def measurement(step, *, seconds=(2.0,), memory=100.0, rewards=(1.0, 0.0, 1.0, 1
         for g, reward in enumerate(rewards)
         for i in range(step.GROUP)
     ]
-    return step.Measurement(list(seconds), list(seconds), [1.0 for _ in seconds], memory, [completions])
+    parts = [{"rollout": 1.0, "backward": second / 2} for second in seconds]
+    return step.Measurement(list(seconds), list(seconds), [1.0 for _ in seconds], memory, [completions], parts, 44.0)
 
 
 def test_rows_hold_every_timed_step_of_every_round_and_compare_medians(step, settings):
@@ -61,7 +62,21 @@ def test_a_row_is_whole_once_it_has_its_birth_certificate(step, settings):
     import rows
 
     (row,) = step.make_rows({"trl": [measurement(step)]}, settings)
-    assert set(row) | {"machine", "versions", "commit", "date", "command"} == set(rows.FIELDS)
+    assert set(row) | {"machine", "versions", "commit", "date", "command"} == {*rows.FIELDS, *rows.OPTIONAL}
+
+
+def test_parts_are_medians_over_all_steps(step):
+    measurements = [measurement(step, seconds=[2.0, 6.0]), measurement(step, seconds=[4.0])]
+    measurements[1].parts[0]["scoring"] = 3.0
+    assert step.parts_of(measurements) == {"rollout": 1.0, "backward": 2.0, "scoring": 0.0}
+
+
+def test_the_long_workload_asks_gsm8k_questions_behind_a_worked_example(step):
+    settings = step.Settings(steps=2, threads=1, random_rewards=True, workload=step.WORKLOADS["gsm8k"])
+    asked = step.examples(settings)
+    assert len({example.question for example in asked}) == 2 * 3
+    assert all(step.WORKED_EXAMPLE in example.question for example in asked)
+    assert "GSM8K" in step.case([measurement(step)], settings)
 
 
 def test_the_case_tells_dead_groups_and_lengths(step, settings):
@@ -94,7 +109,7 @@ def test_other_lengths_are_other_work(step):
 def test_both_get_the_same_questions_and_the_same_lots(step, settings):
     chosen = step.examples(settings)
     assert chosen == step.examples(settings)
-    assert len(set(chosen)) == 2 * step.PROMPTS
+    assert len(set(chosen)) == 2 * settings.workload.prompts
     lots = [step.Lots()(["4"] * 64, ["4"] * 64) for _ in range(2)]
     assert lots[0] == lots[1]
     assert 16 < sum(lots[0]) < 48

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from amir.batch import MicroBatch  # noqa: E402
-from amir.config import config_yaml  # noqa: E402
-from amir.ranks import Ranks  # noqa: E402
-from tiny import model, run_config, tokenizer  # noqa: E402
+from amir.batch import MicroBatch
+from amir.config import config_yaml
+from amir.ranks import Ranks
+from tiny import model, run_config, tokenizer
 
 HERE = Path(__file__).parent
 STEPS = 3
@@ -75,7 +75,9 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, way: str) -> None:
     refuse_difference(one, two)
     rows = [[json.loads(line) for line in path.open()] for path in sorted((two / "completions").glob("step-*"))]
     assert [len(step) for step in rows] == [12] * STEPS
-    kept = [sorted(p.name for p in path.rglob("*") if p.is_file() and "tensorboard" not in str(p)) for path in (one, two)]
+    kept = [
+        sorted(p.name for p in path.rglob("*") if p.is_file() and "tensorboard" not in str(p)) for path in (one, two)
+    ]
     assert kept[0] == kept[1]
 
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_serves_another_number_of_ranks(tmp_path, way: str, ranks: 
 
 @pytest.mark.parametrize("way", ["adapter", "model"])
 def test_two_ranks_sample_from_the_model_itself(tmp_path, way: str) -> None:
-    path = run(tmp_path, "sampled", 2, "--sample", **(WAYS[way] | {"max_steps": 2}))
+    path = run(tmp_path, "sampled", 2, "--sample", **(WAYS[way] | {"max_steps": 2, "num_iterations": 1}))
     rows = [json.loads(line) for line in (path / "completions" / "step-000001.jsonl").open()]
     assert len(rows) == 12
     assert len({row["question"] for row in rows}) == 3
