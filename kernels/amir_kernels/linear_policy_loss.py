@@ -187,7 +187,7 @@ def linear_policy_loss(
     gradient is known to be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a
     gradient (frozen head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where
     float32 parameters of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and
-    torch.compile does not trace this form, and `workspace_bytes` is by default 56 MiB on a CPU, since a row block's
+    torch.compile does not trace this form, and `workspace_bytes` is by default 160 MiB on a CPU, since a row block's
     logits wait in it (at least 16 rows of them, whatever it is). Otherwise this is `linear_logprob` and `policy_loss`:
     6 N H V, 8 with a trained head. Log-probs are the same bits in every form.
     """
