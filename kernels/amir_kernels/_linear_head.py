@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     """where a block's logits are kept for the whole vocabulary"""
 
 
-LIMITS = {"cpu": Limits(512, 2048, 448)}
+LIMITS = {"cpu": Limits(1024, 1024, 448)}
 """A tile of 4 MiB: little enough for the elementwise work to stay in the cache, enough for two threads."""
 LIMITS_GPU = Limits(2**20, 4096, 2**20)
 
