@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 FAILED, WRONG_USAGE = 1, 2
 
 
-_FIRST_RANK = os.environ.get("RANK", "0") == "0"
+_FIRST_RANK = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
 _GO_ON = "the same command with --resume goes on from the latest checkpoint"
 
 
@@ -44,14 +44,16 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and stop")] = False,
 ) -> None:
     """Trains a run; every setting is checked before anything is loaded."""
-    config = load_config(run, set_)
-    if dry_run:
+    config = load_config(run, set_) if _FIRST_RANK else None
+    if dry_run and config:
         typer.echo(config_yaml(config), nl=False)
+    if dry_run:
         return
     try:
         _train(run, config, resume)
     except KeyboardInterrupt:
-        typer.echo(f"amir: interrupted; {_GO_ON}", err=True)
+        if _FIRST_RANK:
+            typer.echo(f"amir: interrupted; {_GO_ON}", err=True)
         raise typer.Exit(FAILED) from None
     except (OSError, RunStopped) as error:
         typer.echo(f"amir: {error}; what was written before is kept: {_GO_ON}", err=True)
@@ -75,17 +77,17 @@ def doctor() -> None:
         typer.echo(line)
 
 
-def _train(run: str, config: RunConfig, resume: bool) -> None:
+def _train(run: str, config: RunConfig | None, resume: bool) -> None:
+    """Trains; ranks that are not the first get config and folder from it."""
     from .rundir import check_run_directory, choose_output_dir
 
     path = None
-    if _FIRST_RANK:
+    if config is not None:
         path = choose_output_dir(Path(run).stem, config, resume=resume)
         check_run_directory(path, config, resume=resume)
         typer.echo(f"run directory: {path}")
         typer.echo("loading torch, the model and the task ...")
 
-    import torch
     from transformers.utils import logging
 
     from .ranks import joined_ranks
@@ -93,25 +95,29 @@ def _train(run: str, config: RunConfig, resume: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     with joined_ranks() as ranks:
-        _train_with(ranks, ranks.gather(path)[0], config, resume)
+        _train_with(ranks, *ranks.gather((path, config))[0], resume)
 
 
 def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> None:
+    import torch
+
     from .display import Silence, Terminal, draw_curves
     from .load import load_policy
     from .rundir import ForeignDirectory, RunDirectory
     from .tasks import TASKS
     from .trainer import Trainer
 
-    task = TASKS[config.task.name](config.task)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    task = ranks.together(lambda: TASKS[config.task.name](config.task))
     policy = load_policy(config, ranks)
-    directory = RunDirectory(path, config, resume=resume) if ranks.first else ForeignDirectory(path)
+    directory = ranks.together(
+        lambda: RunDirectory(path, config, resume=resume) if ranks.first else ForeignDirectory(path)
+    )
     display = Terminal(config.max_steps, path / "tensorboard") if ranks.first else Silence()
     with directory, display:
-        trainer = Trainer(config, policy, task, directory, display)
+        trainer = ranks.together(lambda: Trainer(config, policy, task, directory, display))
         if resume:
             trainer.resume()
         trainer.train()

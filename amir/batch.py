@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amir_kernels import group_advantage, pair_logits
 
-from .config import RunConfig
+from .config import RunConfig, RunStopped
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,15 @@ def make_batch(tokens: Tokens, rewards: Tensor, truncated: Tensor, config: RunCo
     scores, factors = rewards, [reward.weight for reward in config.rewards]
     if rewards.dim() == 1:
         scores, factors = rewards[:, None], [1.0]
+    rewards = weighted_sum(scores, factors)
+    if scale == "bernoulli" and len(outside := rewards[(rewards < 0) | (rewards > 1)]):
+        raise RunStopped(
+            f"scale_rewards = 'bernoulli': it is for rewards from 0 to 1, and a completion has {outside[0]:g}; "
+            "expected scale_rewards 'group', in a run of its own"
+        )
     advantages = group_advantage(
         scores, group, baseline=baseline, scale=scale, combine=config.combine_rewards, weights=factors
     ).float()
-    rewards = weighted_sum(scores, factors)
     masked = truncated & config.mask_truncated_completions
     loss_mask = tokens.completion_mask & ~masked[:, None]
     scorable = ~masked & ~rewards.isnan()

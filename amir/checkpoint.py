@@ -167,7 +167,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise OSError(f"{target} could not be saved: {error}") from None
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)

@@ -66,7 +66,11 @@ class ConfigError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """A run that something outside of it ended: names it. `--resume` goes on from the latest checkpoint."""
+    """A run that cannot go on: says why. `--resume` goes on from the latest checkpoint."""
+
+
+DIVERGED = "expected a smaller learning_rate or max_grad_norm, or dtype 'float32', in a run of its own"
+"""What to do about weights or gradients that are NaN or infinite."""
 
 
 class Settings(BaseModel):
@@ -156,7 +160,7 @@ class RewardSettings(Settings):
 
     name: Text | None = None
     function: Text | None = None
-    weight: Number = 1.0
+    weight: Annotated[Number, Field(ge=-1e6, le=1e6)] = 1.0
     timeout_seconds: Positive | None = None
     arguments: dict[str, Any] = {}
     conversational: bool = False
@@ -351,6 +355,8 @@ def _refusals(c: RunConfig) -> Iterator[str]:
     labels = [reward.label for reward in c.rewards]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         yield f"rewards: two are called {label!r}; expected different names, since metrics are kept under them"
+    if all(reward.weight == 0 for reward in c.rewards):
+        yield "rewards: every weight is 0, so nothing would be trained; expected another weight for one of them"
     if isinstance(c.task, DatasetTask) and c.task.answer is None and NEED_ANSWERS & set(labels):
         yield f"task.answer unset: {min(NEED_ANSWERS & set(labels))} judges answers; name their column"
     if c.combine_rewards == "normalize_then_sum" and (c.scale_rewards != "group" or c.loss_type == "reinforce"):

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from .config import ConfigError
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash-attn", "liger-kernel", "bitsandbytes", "trl")
+SERVES = {
+    "triton": "the kernels on a GPU",
+    "flash-attn": "attn_implementation: flash_attention_2, and packed attention on GPUs; pip install 'amir-grpo[gpu]'",
+    "liger-kernel": "liger_layers; pip install 'amir-grpo[gpu]'",
+    "bitsandbytes": "quantization and optimizer: adamw_8bit; pip install 'amir-grpo[gpu]'",
+    "trl": "the benchmarks beside it; pip install 'amir-grpo[bench]'",
+}
+"""What a package that may be missing would be for."""
 
 
 def findings() -> Iterator[str]:
@@ -18,7 +26,7 @@ def findings() -> Iterator[str]:
         try:
             yield f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
-            yield f"{package}: not installed"
+            yield f"{package}: not installed (for {SERVES.get(package, 'the trainer')})"
     if torch.cuda.is_available():
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
         yield f"GPU: {torch.cuda.get_device_name()} (compute capability {capability}); Triton kernels serve it"

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,20 @@ def load_policy(config: RunConfig, ranks: Ranks = ALONE) -> Policy:
 
     On several ranks a model that is trained whole is loaded on the CPU, in float32, and then taken apart.
     """
+    policy, dtype = ranks.together(lambda: _load(config, in_parts=ranks.size > 1 and config.lora is None))
+    policy.spread(ranks, dtype)
+    return policy
+
+
+def _load(config: RunConfig, *, in_parts: bool) -> tuple[Policy, torch.dtype]:
+    if in_parts and config.sampler.name == "paged":
+        raise ConfigError(
+            "sampler.name = 'paged': on several ranks each holds a part of every weight where lora is null, and "
+            "continuous batching needs them whole; expected sampler 'generate', lora, or one rank"
+        )
     device = torch.device(_device(config.device))
     refuse_unavailable(config, device)
     dtype = _dtype(config.dtype, device)
-    in_parts = ranks.size > 1 and config.lora is None
     source = model_source(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
@@ -51,9 +62,7 @@ def load_policy(config: RunConfig, ranks: Ranks = ALONE) -> Policy:
         base = nn.Module.to(base, device)
     if config.liger_layers:
         apply_liger_layers(base)
-    policy = wrap_policy(base, tokenizer, config)
-    policy.spread(ranks, dtype)
-    return policy
+    return wrap_policy(base, tokenizer, config), dtype
 
 
 def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
@@ -95,7 +104,7 @@ def _fresh_adapter(base: Any, lora: LoraSettings, seed: int) -> PeftModel:
     torch.manual_seed(seed)
     try:
         return _in_compute_dtype(get_peft_model(base, settings), base.dtype)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise ConfigError(f"lora.target_modules = {lora.target_modules!r}: {error}") from None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import RunConfig
+from .config import DIVERGED, RunConfig, RunStopped
 from .ranks import whole
 
 
@@ -39,9 +39,16 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> Tensor:
-    """Clips the accumulated gradient, updates the parameters, zeroes the gradient; returns the norm before clipping."""
+    """Clips the accumulated gradient, updates the parameters, zeroes the gradient; returns the norm before clipping.
+
+    RunStopped where that is NaN or infinite.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, error_if_nonfinite=True))
+    norm = whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+    if not norm.isfinite():
+        raise RunStopped(
+            f"step {step}: the gradient is not finite (norm {norm.item()}), no weight was changed; {DIVERGED}"
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     update(optimizer, parameters)

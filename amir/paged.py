@@ -4,12 +4,14 @@ Every completion that ends makes room for the next one, and a prompt is prefille
 those in memory, so nothing is pushed; the arithmetic is another than the trainer's, so log-probs come along.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .config import PagedSampling, RunStopped
+from .config import ConfigError, PagedSampling, RunStopped
 from .model import Policy
 from .rollout import Rollout, generation_config, own_random_state, rollout_of
 
@@ -28,11 +30,16 @@ class Paged:
 
     def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
         """See `Sampler`. RunStopped where the engine gave up; it logs why."""
+        if any(len(ids) < 2 for ids in prompts):
+            raise ConfigError(
+                "sampler.name = 'paged': Transformers' engine cannot share a prompt of one token between completions; "
+                "expected min_prompt_length: 2 or more"
+            )
         generation = generation_config(self.policy, max_new_tokens)
         generation.num_return_sequences = group_size
         engine = self._engine(prompts, group_size, max_new_tokens, seed)
         try:
-            with own_random_state(self.policy.device):
+            with own_random_state(self.policy.device), _modes_kept(self.policy.base):
                 found = self.policy.base.generate_batch(prompts, generation, engine)
         except MemoryError as error:
             raise RunStopped(f"sampler paged: {error}; expected a smaller sampler.cache_tokens") from None
@@ -66,3 +73,17 @@ class Paged:
             auto_switch_to_flash=False,
             use_cuda_graph=False,
         )
+
+
+@contextlib.contextmanager
+def _modes_kept(model: Any) -> Iterator[None]:
+    """Keeps the engine from calling `model.eval()`.
+
+    The model evaluates, but layers that checkpoint or are quantized stand in training mode, without which the first
+    would keep everything and the others lose their gradient.
+    """
+    model.eval = lambda: model
+    try:
+        yield
+    finally:
+        del model.eval

@@ -64,15 +64,20 @@ def prompt_ids(tokenizer: Any, example: Example, config: RunConfig) -> list[int]
         if len(messages) > 1:
             key = "system_prompt" if config.system_prompt is not None else "task.messages"
             raise ConfigError(f"{key}: the model has no chat template to put it in; set chat_template")
-        return tokenizer(example.question)["input_ids"]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ConfigError(f"chat_template: {error}") from None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(example.question)["input_ids"]
+    else:
+        ids = tokenizer(_rendered(tokenizer, messages), add_special_tokens=False)["input_ids"]
     if not ids:
-        raise ConfigError("chat_template: renders a prompt without any token")
+        way = "the chat template renders" if tokenizer.chat_template is not None else "its question is"
+        raise ConfigError(f"{example.place or 'task'}: {way} a prompt without any token")
     return ids
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"chat_template: {error}") from None
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, special: list[int], vocabulary: int) -> None:

@@ -8,6 +8,7 @@ The first rank alone writes.
 
 import contextlib
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .batch import MicroBatch
+from .config import ConfigError, RunStopped
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -83,6 +85,21 @@ class Ranks:
             made.update(part)
         return made if self.size > 1 else sums
 
+    def together(self, make: Callable[[], Result]) -> Result:
+        """`make()` on every rank. Where it raises ConfigError on any, all end; the first has every message once."""
+        made: Result | None = None
+        error: str | None = None
+        try:
+            made = make()
+        except ConfigError as refusal:
+            error = str(refusal)
+        errors = dict.fromkeys(text for text in self.gather(error) if text is not None)
+        if errors and self.first:
+            raise ConfigError("\n".join(errors))
+        if errors:
+            raise SystemExit(2)
+        return made  # type: ignore[return-value]
+
     def wait(self) -> None:
         """Returns when every rank is here."""
         if self.size > 1:
@@ -94,7 +111,7 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started, connected; or this process alone."""
+    """The ranks that torchrun started, connected; or this process alone. RunStopped where another one went away."""
     if not dist.is_torchelastic_launched():
         yield ALONE
         return
@@ -103,6 +120,10 @@ def joined_ranks() -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
+    except RuntimeError as error:
+        if isinstance(error, RunStopped) or not (isinstance(error, dist.DistBackendError) or "gloo" in str(error)):
+            raise
+        raise RunStopped(f"rank {dist.get_rank()} lost touch with another, which has ended or said why") from None
     finally:
         dist.destroy_process_group()
 
@@ -121,7 +142,9 @@ class Forward(nn.Module):
 
 def copied(forward: Forward) -> DistributedDataParallel:
     """For adapters: each rank has the model, and gradients are averaged in the last backward of a step."""
-    return DistributedDataParallel(forward, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return DistributedDataParallel(forward, broadcast_buffers=False)
 
 
 def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: int) -> Forward:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from .batch import Tokens
-from .config import GenerateSampling, PagedSampling, RunConfig
+from .config import DIVERGED, GenerateSampling, PagedSampling, RunConfig, RunStopped
 from .model import Policy
 
 
@@ -151,15 +151,25 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_new_tokens: int) -> Tensor:
     cache = {}
     if ids.shape[1] > 1:
-        _, prefilled = policy.prefill(ids[:, :-1], mask[:, :-1])
+        hidden, prefilled = policy.prefill(ids[:, :-1], mask[:, :-1])
+        if not bool(hidden[mask[:, :-1]].isfinite().all()):
+            raise RunStopped(_NOT_FINITE)
         prefilled.batch_repeat_interleave(group_size)
         cache = {policy.cache_argument: prefilled}
-    return policy.base.generate(
-        input_ids=ids.repeat_interleave(group_size, 0),
-        attention_mask=mask.repeat_interleave(group_size, 0).long(),
-        generation_config=generation_config(policy, max_new_tokens),
-        **cache,
-    )
+    try:
+        return policy.base.generate(
+            input_ids=ids.repeat_interleave(group_size, 0),
+            attention_mask=mask.repeat_interleave(group_size, 0).long(),
+            generation_config=generation_config(policy, max_new_tokens),
+            **cache,
+        )
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise RunStopped(_NOT_FINITE) from None
+
+
+_NOT_FINITE = f"the policy computes NaN or infinity, so nothing can be sampled; {DIVERGED}"
 
 
 def generation_config(policy: Policy, max_new_tokens: int) -> GenerationConfig:

@@ -38,12 +38,14 @@ class RunDirectory:
         self._started = resume
         self._unwritten: list[str] = []
         self._made = [folder for folder in [path, *path.parents] if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path / ".lock")
         try:
+            path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(f"output_dir = {str(path)!r}: another process is running in it") from None
+        except OSError as error:
+            raise ConfigError(f"output_dir = {str(path)!r}: cannot be written to: {error.strerror}") from None
 
     def start(self) -> None:
         """Makes it a run's folder: from now on it holds its config, and starting anew in it is refused."""

@@ -28,7 +28,7 @@ from .rundir import RunDirectory
 from .tasks import Example, Task
 
 NO_PAIR_STEPS = 20
-"""A run with a pair term that has formed no pair after this many steps says so."""
+"""A run whose groups have all agreed so far, or whose pair term has formed no pair, says so after this many steps."""
 
 
 class Display(Protocol):
@@ -83,6 +83,7 @@ class Trainer:
         self.data_position = 0
         self.warned_of_mismatch = False
         self.pairs_seen = 0
+        self.groups_disagreed = False
 
     def resume(self) -> None:
         """Goes back to the latest whole checkpoint, or to the start where there is none."""
@@ -90,7 +91,9 @@ class Trainer:
         if found:
             self.finished_steps = load_checkpoint(found, self.policy.model, self.optimizer, self.named)
             self.data_position = data_position(found)
-        self.pairs_seen = sum(row["pairs"] for row in self.directory.rewind(self.finished_steps))
+        rows = self.directory.rewind(self.finished_steps)
+        self.pairs_seen = sum(row["pairs"] for row in rows)
+        self.groups_disagreed = any(row["zero_variance_share"] < 1 for row in rows)
         self.say(f"resumed after step {self.finished_steps}" if found else "no checkpoint yet: starting from step 1")
 
     def train(self) -> None:
@@ -151,7 +154,8 @@ class Trainer:
             summary = evaluation_metrics(step, rows)
             self.directory.record("evaluations", summary)
             name = "reward" if summary["success"] is None else "success"
-            self.say(f"held-out {name} after step {step}: {summary[name]:.3f} ({len(rows)} samples)")
+            shown = "unscored" if summary[name] is None else format(summary[name], ".3f")
+            self.say(f"held-out {name} after step {step}: {shown} ({len(rows)} samples)")
 
     def _save(self, step: int) -> None:
         position, model = self.data_position, self.policy.model
@@ -191,7 +195,7 @@ class Trainer:
             mine = prompts if self.ranks.first else []
         if mine or self.policy.sharded:  # a rank without a share samples along, since its part of the weights is needed
             rollout = self._sample(mine or prompts[:1], group_size, self.ranks.name(stream))
-            clock.lap("rollout")
+        clock.lap("rollout")
         if mine:
             scores, notes = self._reward(rollout, mine, group_size)
             part = rollout, scores, notes
@@ -225,11 +229,17 @@ class Trainer:
         self.directory.record("metrics", metrics)
         self.display.step(metrics)
         self.pairs_seen += metrics["pairs"]
+        self.groups_disagreed |= metrics["zero_variance_share"] < 1
         if (metrics["mismatch"] or 0.0) > LARGE_MISMATCH and not self.warned_of_mismatch:
             self.warned_of_mismatch = True
             self.say(
                 f"warning: the sampler's log-probs are {metrics['mismatch']:.3f} nats a token from the trainer's: "
                 "compare the two's dtype, temperature and adapter; `correction` weighs the difference within its bounds"
+            )
+        if metrics["step"] == NO_PAIR_STEPS and not self.groups_disagreed:
+            self.say(
+                f"warning: in {NO_PAIR_STEPS} steps the rewards of no group differed, or there were none: nothing was "
+                "learnt from them; look at completions/ for what is rewarded"
             )
         if self.config.lambda_reg > 0 and metrics["step"] == NO_PAIR_STEPS and self.pairs_seen == 0:
             self.say(

@@ -95,6 +95,15 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "null for a number": ({"max_steps": None}, "max_steps = None"),
     "a huge count": ({"prompts_per_step": 10**30}, "prompts_per_step = 1000"),
     "a negative count": ({"max_completion_length": -5}, "max_completion_length = -5"),
+    "no reward with weight": ({"rewards": [{"name": "integer", "weight": 0}]}, "every weight is 0"),
+    "a weight beyond float32": ({"rewards": [{"name": "integer", "weight": 1e300}]}, "rewards.0.weight = 1e+300"),
+    "a template that fails": ({"chat_template": "{{ messages + 1 }}"}, "chat_template: can only concatenate list"),
+    "a broken pattern of modules": ({"lora": {"target_modules": "("}}, "lora.target_modules = '('"),
+    "tags that are one word": (
+        {"rewards": [{"name": "strict_format", "arguments": {"tags": "think"}}]},
+        "strict_format: tags must be a list of names, got 'think'",
+    ),
+    "no tags": ({"rewards": [{"name": "xml_count", "arguments": {"tags": []}}]}, "xml_count: tags must be a list"),
     "no model": ({"model": ...}, "model: missing"),
     "a model that is not there": ({"model": "./nowhere"}, "expected a folder with config.json and weights"),
     "a model without weights": ({"model": "weightless"}, "model = 'weightless'"),
@@ -113,6 +122,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "nothing held out": ({"task": rows("good.jsonl"), "eval_prompts": 1}, "the task holds no example out"),
     "no answers": ({"task": rows("good.jsonl", answer=None)}, "correctness judges answers; name their column"),
     "more positions than the model has": ({"max_prompt_length": 9999}, "the model's 256 positions"),
+    "folder not to be made": ({"output_dir": "/proc/run"}, "output_dir = '/proc/run': "),
     "folder not to be written": ({"output_dir": "good.jsonl/x"}, "is not a folder that can be written to"),
 }
 
@@ -231,6 +241,34 @@ def test_a_reward_that_fails_stops_the_run_and_mending_it_lets_it_go_on(command:
     sampled = [json.loads(line) for line in Path("out/completions/step-000001.jsonl").read_text().splitlines()]
     assert sampled[0]["rewards"] == {"moody": None, "correctness": 0.0}
     assert "took longer" in Path("out/log.txt").read_text()
+
+
+DIVERGED = {
+    "an adapter's weights": ({"learning_rate": 1e30}, "expected a smaller learning_rate"),
+    "every weight": ({"learning_rate": 1e30, "lora": None}, "expected a smaller learning_rate"),
+    "rewards beyond bernoulli's": (
+        {"scale_rewards": "bernoulli", "rewards": [{"name": "linear_length", "arguments": {"start": 0, "end": 9}}]},
+        "scale_rewards = 'bernoulli': it is for rewards from 0 to 1, and a completion has -",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIVERGED)
+def test_a_run_that_cannot_go_on_says_why(case: str, command: Command, tiny_folder: Path) -> None:
+    rewards = [{"name": "linear_length", "arguments": {"start": 0, "end": 9}}]
+    changes = {"rewards": rewards, "num_generations": 8, "max_steps": 9} | DIVERGED[case][0]
+    path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out", **changes)
+    refused(command("train", path), DIVERGED[case][1], code=1)
+    assert list(Path("out/completions").glob("step-*"))
+
+
+def test_an_evaluation_that_nothing_scores(command: Command, tiny_folder: Path) -> None:
+    Path("mine.py").write_text("def silent(completions): return [None] * len(completions)\n")
+    rewards = [{"function": "mine.py:silent"}]
+    path = write(Path("run.yaml"), model=str(tiny_folder), output_dir="out", rewards=rewards, eval_prompts=2)
+    told = command("train", path)
+    assert told[0] == 0, told
+    assert "held-out reward after step 1: unscored (4 samples)" in told[1]
 
 
 def test_pad_may_be_eos_or_absent(command: Command, tmp_path: Path) -> None:

@@ -133,6 +133,15 @@ def test_a_shipped_system_prompt_is_named(tmp_path: Path) -> None:
     assert own.startswith("B e")
 
 
+def test_a_prompt_holds_a_token() -> None:
+    tiny = tokenizer()
+    empty = Example("", "2", place="rows.jsonl, line 3")
+    for template, words in (("", "the chat template renders"), (None, "its question is")):
+        tiny.chat_template = template
+        with pytest.raises(ConfigError, match=f"rows.jsonl, line 3: {words} a prompt without any token"):
+            prompt_ids(tiny, empty, run_config())
+
+
 LINES = [
     ("{oops", "rows.jsonl, line 3: not JSON"),
     ("[" * 100_000, "rows.jsonl, line 3: not JSON"),

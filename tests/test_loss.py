@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from amir.batch import Batch, make_batch, micro_batches
-from amir.config import RunConfig
+from amir.config import RunConfig, RunStopped
 from amir.loss import backward, objective_of, with_reference
 from amir.model import Policy
 from amir.optim import apply_update, make_optimizer
@@ -206,6 +206,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
     config = run_config()
     made = policy(config)
     optimizer = make_optimizer(config, made.trainable())
+    before = {name: value.clone() for name, value in made.trainable().items()}
     next(iter(made.trainable().values())).grad.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(RunStopped, match="step 1: the gradient is not finite"):
         apply_update(optimizer, config, 1)
+    assert all(torch.equal(value, before[name]) for name, value in made.trainable().items())

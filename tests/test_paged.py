@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amir.config import RunStopped
+from amir.config import ConfigError, RunStopped
 from amir.paged import Paged
 from amir.rollout import make_sampler
 from tiny import EOS, VOCAB, policy, run_config
@@ -108,3 +108,17 @@ def test_an_engine_that_fails_stops_the_run(paged, monkeypatch) -> None:
     monkeypatch.setattr(type(paged.policy.base), "generate_batch", nothing)
     with pytest.raises(RunStopped, match="0 of 6 completions came back"):
         paged.sample(PROMPTS, 2, 5, seed=3)
+
+
+def test_layers_checkpoint_after_sampling_as_before() -> None:
+    config = run_config(sampler={"name": "paged"}, gradient_checkpointing=True)
+    made = make_sampler(config, policy(config), None, print)
+    modes = [module.training for module in made.policy.model.modules()]
+    assert any(modes)
+    made.sample(PROMPTS[:1], 2, 2, seed=0)
+    assert [module.training for module in made.policy.model.modules()] == modes
+
+
+def test_a_prompt_of_one_token_is_refused(paged) -> None:
+    with pytest.raises(ConfigError, match="expected min_prompt_length: 2"):
+        paged.sample([[5], PROMPTS[0]], 2, 2, seed=0)

@@ -115,6 +115,7 @@ def test_what_counts_as_numbers(returned: object, expected: list[float]) -> None
         (["1", 2], "'1' for completion 0"),
         ([1.0, [2.0]], r"\[2.0\] for completion 1"),
         ([1.0, math.inf], "must be finite"),
+        ([1.0, 1e300], r"at most 1e\+09"),
         ([1.0, 10**400], "for completion 1"),
         ([1j, 0], "expected a number"),
     ],

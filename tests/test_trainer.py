@@ -1,5 +1,6 @@
 """Runs of the tiny model: what is on disk, resuming bit for bit, warnings, refusals, and the command's exit codes."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from amir.config import ConfigError, RunConfig, recipe_names
+from amir.doctor import SERVES
 from amir.metrics import METRICS
 from amir.optim import learning_rate, make_optimizer
 from amir.prompts import prompt_ids
@@ -298,6 +300,16 @@ def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
     assert "no pair was formed" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("reward", ["strict_format", "linear_length"])
+def test_rewards_that_never_differ_warn(tmp_path, reward: str) -> None:
+    rewards = [{"name": reward, "arguments": {"start": 0, "end": 9} if reward == "linear_length" else {}}]
+    config = run_config(max_steps=NO_PAIR_STEPS, lambda_reg=0, eval_prompts=0, prompts_per_step=1, rewards=rewards)
+    made = run(tmp_path, config)
+    differed = any(row["reward_std"] > 0 for row in rows(tmp_path / "metrics.jsonl"))
+    assert differed == (reward == "linear_length")
+    assert bool([text for text in made.display.said if "the rewards of no group differed" in text]) != differed
+
+
 def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path) -> None:
     config = run_config(max_steps=2, eval_prompts=0, beta=0.1)
     packed = run(tmp_path / "packed", config)
@@ -375,8 +387,11 @@ def test_the_command_lists_recipes_and_says_what_the_machine_can_do(tmp_path) ->
     listed = python("-m", "amir", "recipes", cwd=tmp_path)
     assert [line.split()[0] for line in listed.stdout.splitlines()] == recipe_names()
     found = python("-m", "amir", "doctor", cwd=tmp_path)
-    assert f"torch {torch.__version__}" in found.stdout
+    assert f"torch {importlib.metadata.version('torch')}" in found.stdout
     assert ("\nno GPU: " in found.stdout) != torch.cuda.is_available()
+    for package, purpose in SERVES.items():
+        line = next(line for line in found.stdout.splitlines() if line.startswith(f"{package}"))
+        assert ("not installed" in line) == (purpose in line)
 
 
 def test_a_dry_run_prints_the_resolved_config_and_loads_no_torch(tmp_path) -> None:

@@ -29,6 +29,13 @@ def integer(completions: list[str]) -> list[float]:
     return [float(number is not None and number.denominator == 1) for number in numbers]
 
 
+def _marks(tags: Sequence[str]) -> list[str]:
+    """Opening and closing tag of each name, in order; ValueError where `tags` is no list of names."""
+    if isinstance(tags, str) or not tags:
+        raise ValueError(f"tags must be a list of names, got {tags!r}")
+    return [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+
+
 def strict_format(completions: list[str], tags: Sequence[str] = PLAIN_TAGS) -> list[float]:
     """1.0 where a completion is the tags in order, each once, and nothing but white space around them."""
     return [float(_form(text, tags) == "strict") for text in completions]
@@ -107,7 +114,7 @@ def confidence(text: str) -> float:
 
 def _form(text: str, tags: Sequence[str]) -> str | None:
     """`strict`, `soft`, or None where the tags do not stand in order."""
-    text = text[:MAX_CHARACTERS]
+    marks, text = _marks(tags), text[:MAX_CHARACTERS]
     position, only_tags = 0, True
     for tag in tags:
         opened = text.find(f"<{tag}>", position)
@@ -116,12 +123,12 @@ def _form(text: str, tags: Sequence[str]) -> str | None:
             return None
         only_tags &= not text[position:opened].strip()
         position = closed + len(f"</{tag}>")
-    once = all(text.count(mark) == 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>"))
+    once = all(text.count(mark) == 1 for mark in marks)
     return "strict" if only_tags and once and not text[position:].strip() else "soft"
 
 
 def _xml_count(text: str, tags: Sequence[str]) -> float:
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    marks = _marks(tags)
     _, closed, behind = text.rpartition(marks[-1])
     trailing = len(behind.strip()) if closed else 0
     found = sum(text.count(mark) == 1 for mark in marks)

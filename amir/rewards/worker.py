@@ -18,6 +18,9 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
+LARGEST_REWARD = 1e9
+"""Sums of squares of such rewards are still finite in float32."""
+
 
 class RewardError(Exception):
     """What a reward function did wrong, in words."""
@@ -138,6 +141,8 @@ def _float(value: Any, row: int) -> float:
         number = float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, OverflowError):
         raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number") from None
-    if math.isinf(number):
-        raise RewardError(f"returned {number} for completion {row}; a reward must be finite, None or NaN")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(
+            f"returned {number} for completion {row}; a reward must be finite, at most {LARGEST_REWARD:g}, None or NaN"
+        )
     return number
