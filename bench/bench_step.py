@@ -1,10 +1,13 @@
 """A whole training step beside TRL's GRPOTrainer on a CPU: sampling, rewards, forward, backward, optimizer.
 
 `trl` and `amir` do the same work: plain GRPO (dapo's token mean, no KL) on the same weights, prompts, rewards and
-micro-batch. `amir-pairs` adds the pair term and its reference log-probs; `trl-checkpointing` is `trl` with gradient
-checkpointing, TRL's default. Each measurement has a process of its own, since peak memory is a process's, and the
-contenders take turns. A group whose rewards are all equal is dead: it has no gradient, and amir leaves it out of the
-update where TRL computes zeros. How many there were stands in the case; `--random-rewards` makes them rare.
+micro-batch of as many tokens: two groups fit where TRL has eight padded completions, since a prompt is computed once.
+`amir-completions` has as many completions in a micro-batch as TRL instead, so fewer tokens. `amir-pairs` adds the pair
+term and its reference log-probs; `trl-checkpointing` is `trl` with gradient checkpointing, TRL's default.
+
+Each measurement has a process of its own, since peak memory is a process's, and the contenders take turns. A group
+whose rewards are all equal is dead: it has no gradient, and amir leaves it out of the update where TRL computes zeros.
+How many there were stands in the case; `--random-rewards` makes them rare.
 
 Parts of a step, by wrapping each trainer's own functions: rollout (sampling and rewards), scoring (passes without
 gradient, for old or reference log-probs), forward, backward (with what checkpointing computes again).
@@ -42,7 +45,7 @@ from amir.tasks import Example, arithmetic, gsm8k
 from machine import birth_certificate
 from rows import keep, timing
 
-CONTENDERS = ("trl", "trl-checkpointing", "amir", "amir-pairs")
+CONTENDERS = ("trl", "trl-checkpointing", "amir", "amir-pairs", "amir-completions")
 RIVAL = "trl"
 GROUP, MICRO_BATCH = 8, 8
 LEARNING_RATE = 1e-5
@@ -338,7 +341,8 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     task = Task(examples(settings), [])
     config = amir_config(contender, settings, folder)
     lengths = [len(prompt_ids(tokenizer, example, config)) for example in task.train]
-    budget = MICRO_BATCH * (max(lengths) + settings.workload.new_tokens)
+    prompts = 1 if contender == "amir-completions" else MICRO_BATCH
+    budget = prompts * max(lengths) + MICRO_BATCH * settings.workload.new_tokens
     config = config.model_copy(update={"micro_batch_tokens": budget})
     directory = RunDirectory(folder / "run", config, resume=False)
     trainer = InOrder(config, wrap_policy(model, tokenizer, config), task, directory, Steps())
