@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amir_kernels import group_advantage, linear_logprob, linear_logprob_entropy, preference_loss, reference
+from amir_kernels import (
+    group_advantage,
+    linear_logprob,
+    linear_logprob_entropy,
+    linear_policy_loss,
+    policy_loss,
+    preference_loss,
+    reference,
+)
 from contenders import (
     Contender,
     HeadSize,
@@ -370,6 +378,11 @@ def same_bits(sizes: Sizes) -> Iterator[Row]:
             yield differing(case, whole, result())
         except FAILURES as error:
             yield failure("linear_logprob", case, error)
+    ones, bounds = torch.ones(len(target), device=hidden.device), torch.arange(len(target) + 1, device=hidden.device)
+    loss = partial(linear_policy_loss, objective="reinforce", cu_seqlens=bounds, backend=sizes.backend)
+    plain = policy_loss(whole, None, ones, objective="reinforce", cu_seqlens=bounds).loss
+    fused = loss(hidden.clone().requires_grad_(), weight, target, None, ones).loss.detach()
+    yield differing(f"same bits, {sizes.heads[0]}, {name_of(dtype)}: loss of linear_policy_loss", plain, fused)
     first, second = (with_gradients(partial(our_head, target=target, backend=sizes.backend), inputs) for _ in range(2))
     for name, value in first.items():
         yield differing(f"same bits, {sizes.heads[0]}, {name_of(dtype)}: {name}, again", value, second[name])

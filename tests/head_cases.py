@@ -1,15 +1,22 @@
-"""Inputs and comparisons that the tests of linear_logprob share."""
+"""Inputs and comparisons that the tests of linear_logprob and linear_policy_loss share."""
 
 import itertools
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amir_kernels import reference
+
 RESULTS = ("logprob", "entropy", "lse")
 SMALL = 40_000
 """workspace in bytes that makes several row blocks and several vocabulary tiles of the shapes used here"""
+SPLIT = 128
+"""Vocabulary columns of a split: at V = 301 three splits of two or more tiles, the last one ragged."""
+B, L = 4, 11
+"""completions and their padded length, in the tests of losses"""
 
 
 def tensors(rows=(2, 19), hidden_size=24, vocabulary=301, dtype=torch.float64, rank=0, ignored=3):
@@ -62,6 +69,45 @@ def options_of(temperature, softcap, scale, target, dtype):
     if temperature == "row":
         temperature = torch.rand(target.shape, dtype=dtype) + 0.5
     return {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
+
+
+def use_tiles(monkeypatch, config, programs=3, cache_bytes=2**13, split=SPLIT):
+    """Launches of that shape: `programs` at once, groups of as many row tiles as `cache_bytes` hold."""
+    pytest.importorskip("triton")
+    from amir_kernels import _linear_triton, _tile_table
+
+    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: config)
+    monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (programs, cache_bytes))
+    monkeypatch.setattr(_tile_table, "SPLIT_COLUMNS", split)
+
+
+def loss_case(dtype=torch.float64, rank=0, trained=(), **shape):
+    """A batch near its old policy on both sides of the clip, one row without advantage, masked tails."""
+    inputs, target = tensors(rows=(B, L), dtype=torch.float32, rank=rank, **shape)
+    inputs = {name: value.detach().to(dtype) for name, value in inputs.items()}
+    for name in ("hidden", *trained):
+        inputs[name].requires_grad_()
+    mask = torch.arange(L) < torch.tensor([L, 7, 4, 9])[:, None]
+    logprob = reference.linear_logprob(inputs["hidden"].detach().double(), inputs["weight"].detach().double(), target)
+    noise = torch.linspace(-0.4, 0.4, B * L).view(B, L).double()
+    data = {
+        "old_logprobs": (logprob + noise).to(torch.float64 if dtype == torch.float64 else torch.float32),
+        "advantages": torch.tensor([1.2, -0.7, 0.0, -0.5], dtype=torch.float64).to(noise.dtype),
+        "ref_logprobs": logprob + noise.flip(0) / 2,
+    }
+    return inputs, target, mask, data
+
+
+def run_loss(function, inputs, target, mask, data, **options):
+    options = {"bias": inputs["bias"]} | options
+    if "a" in inputs:
+        options["lora"] = (inputs["a"], inputs["b"], 0.5)
+    loss, metrics = function(
+        inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask, **options
+    )
+    wanted = {name: value for name, value in inputs.items() if value.requires_grad}
+    grads = torch.autograd.grad(loss, list(wanted.values()))
+    return {"loss": loss.detach(), **metrics} | {f"d {name}": g for name, g in zip(wanted, grads, strict=True)}
 
 
 class Products:

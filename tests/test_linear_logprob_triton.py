@@ -6,33 +6,20 @@ import torch
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
 from amir_kernels._tile_table import TABLE, Config, config_of, describable, splits_of
 from closeness import assert_as_good_as
-from head_cases import option_cases, options_of, run, tensors, upstream
-
-SPLIT = 128
-"""Vocabulary columns of a split: at V = 301 three splits of two or more tiles, the last one ragged."""
-
-
-def use(monkeypatch, config, programs=3, cache_bytes=2**13, split=SPLIT):
-    """Launches of that shape: `programs` at once, groups of as many row tiles as `cache_bytes` hold."""
-    pytest.importorskip("triton")
-    from amir_kernels import _linear_triton, _tile_table
-
-    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: config)
-    monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (programs, cache_bytes))
-    monkeypatch.setattr(_tile_table, "SPLIT_COLUMNS", split)
+from head_cases import option_cases, options_of, run, tensors, upstream, use_tiles
 
 
 @pytest.fixture(params=["pointers", "descriptors"])
 def small_blocks(monkeypatch, request):
     """The shapes of the table at an eighth of their size, each by its own way to read operands."""
     shape = (16, 64, 16) if request.param == "pointers" else (16, 32, 16)
-    use(monkeypatch, Config(*shape, 4, 2, descriptors=request.param == "descriptors"))
+    use_tiles(monkeypatch, Config(*shape, 4, 2, descriptors=request.param == "descriptors"))
 
 
 @pytest.fixture
 def small_pointers(monkeypatch):
     """For rows that no tensor descriptor can read."""
-    use(monkeypatch, Config(16, 64, 16, 4, 2))
+    use_tiles(monkeypatch, Config(16, 64, 16, 4, 2))
 
 
 def judge(ours, inputs, target, grads, **options):
@@ -84,7 +71,7 @@ def test_triton_around_the_block_edges(rows, hidden_size, vocabulary):
 
 @pytest.mark.parametrize(("rows", "hidden_size", "vocabulary"), [(1, 12, 31), (16, 16, 32), (17, 20, 33), (33, 32, 97)])
 def test_triton_descriptors_around_the_block_edges(monkeypatch, rows, hidden_size, vocabulary):
-    use(monkeypatch, Config(16, 32, 16, 4, 2, descriptors=True), split=64)
+    use_tiles(monkeypatch, Config(16, 32, 16, 4, 2, descriptors=True), split=64)
     inputs, target = tensors((rows,), hidden_size, vocabulary, torch.float32, ignored=0)
     target[0] = vocabulary - 1
     judge_triton(inputs, target, upstream(target), temperature=0.7)
@@ -98,7 +85,7 @@ def shapes():
 @pytest.mark.parametrize(("rows", "columns", "depth", "descriptors"), shapes())
 def test_triton_in_the_tiles_of_the_table(monkeypatch, rows, columns, depth, descriptors):
     """Two row tiles, two splits, three vocabulary tiles, two steps of depth, each with a ragged end."""
-    use(monkeypatch, Config(rows, columns, depth, 4, 2, descriptors=descriptors), split=2 * columns)
+    use_tiles(monkeypatch, Config(rows, columns, depth, 4, 2, descriptors=descriptors), split=2 * columns)
     inputs, target = tensors((rows + 3,), depth + 8, 2 * columns + 5, torch.float32, rank=3)
     inputs = {name: value.detach().half().requires_grad_() for name, value in inputs.items()}
     target[1:4] = torch.tensor([2 * columns + 4, columns, 0])
@@ -110,7 +97,7 @@ def test_triton_row_has_the_same_bits_in_any_company_and_from_any_program(monkey
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
     for descriptors in (False, True):
         config = Config(16, 64, 16, 4, 2, descriptors=descriptors)
-        use(monkeypatch, config)
+        use_tiles(monkeypatch, config)
         whole = linear_logprob_entropy(hidden, weight, target, backend="triton")
         for rows in (slice(7, 8), slice(20, 50), torch.randperm(50)):
             part = linear_logprob_entropy(hidden[rows], weight, target[rows], backend="triton")
@@ -118,7 +105,7 @@ def test_triton_row_has_the_same_bits_in_any_company_and_from_any_program(monkey
                 assert torch.equal(one, other[rows])
         assert torch.equal(linear_logprob(hidden, weight, target, backend="triton"), whole.logprob)
         for programs, cache_bytes in ((1, 1), (7, 2**14), (100, 2**20)):
-            use(monkeypatch, config, programs, cache_bytes)
+            use_tiles(monkeypatch, config, programs, cache_bytes)
             again = linear_logprob_entropy(hidden, weight, target, backend="triton", workspace_bytes=20_000)
             assert all(torch.equal(one, other) for one, other in zip(again, whole, strict=True))
 

@@ -8,39 +8,7 @@ import torch
 from amir_kernels import OBJECTIVES, PolicyLoss, linear_logprob, linear_policy_loss, reference
 from amir_kernels.linear_logprob import call_of
 from closeness import assert_as_good_as
-from head_cases import LiveBytes, Products, tensors
-
-B, L = 4, 11
-
-
-def case(dtype=torch.float64, rank=0, trained=(), **shape):
-    """A batch near its old policy on both sides of the clip, one row without advantage, masked tails."""
-    inputs, target = tensors(rows=(B, L), dtype=torch.float32, rank=rank, **shape)
-    inputs = {name: value.detach().to(dtype) for name, value in inputs.items()}
-    for name in ("hidden", *trained):
-        inputs[name].requires_grad_()
-    mask = torch.arange(L) < torch.tensor([L, 7, 4, 9])[:, None]
-    logprob = reference.linear_logprob(inputs["hidden"].detach().double(), inputs["weight"].detach().double(), target)
-    noise = torch.linspace(-0.4, 0.4, B * L).view(B, L).double()
-    data = {
-        "old_logprobs": (logprob + noise).to(torch.float64 if dtype == torch.float64 else torch.float32),
-        "advantages": torch.tensor([1.2, -0.7, 0.0, -0.5], dtype=torch.float64).to(noise.dtype),
-        "ref_logprobs": logprob + noise.flip(0) / 2,
-    }
-    return inputs, target, mask, data
-
-
-def run(function, inputs, target, mask, data, **options):
-    options = {"bias": inputs["bias"]} | options
-    if "a" in inputs:
-        options["lora"] = (inputs["a"], inputs["b"], 0.5)
-    loss, metrics = function(
-        inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask, **options
-    )
-    wanted = {name: value for name, value in inputs.items() if value.requires_grad}
-    grads = torch.autograd.grad(loss, list(wanted.values()))
-    return {"loss": loss.detach(), **metrics} | {f"d {name}": g for name, g in zip(wanted, grads, strict=True)}
-
+from head_cases import B, L, LiveBytes, Products, loss_case, run_loss, tensors
 
 LOCAL = ["grpo", "bnpo", "dapo", "sapo", "gpg", "reinforce"]
 
@@ -49,12 +17,12 @@ LOCAL = ["grpo", "bnpo", "dapo", "sapo", "gpg", "reinforce"]
 @pytest.mark.parametrize(("softcap", "rank", "temperature"), [(None, 0, 1.0), (4.0, 3, 0.7), (4.0, 0, "row")])
 def test_frozen_head_matches_the_reference(objective, softcap, rank, temperature):
     """Hidden alone needs a gradient: the slope is formed in the forward."""
-    inputs, target, mask, data = case(rank=rank)
+    inputs, target, mask, data = loss_case(rank=rank)
     if temperature == "row":
         temperature = torch.rand(B, L, dtype=torch.float64) + 0.5
     options = {"objective": objective, "softcap": softcap, "temperature": temperature, "logit_scale": 1.3}
-    ours = run(linear_policy_loss, inputs, target, mask, data, workspace_bytes=40_000, **options)
-    theirs = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    ours = run_loss(linear_policy_loss, inputs, target, mask, data, workspace_bytes=40_000, **options)
+    theirs = run_loss(reference.linear_policy_loss, inputs, target, mask, data, **options)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-13, msg=name)
@@ -72,12 +40,12 @@ def test_frozen_head_matches_the_reference(objective, softcap, rank, temperature
 )
 @pytest.mark.parametrize("trained", [(), ("weight", "bias"), ("a", "b")])
 def test_parts_of_the_objective_and_trained_heads(changes, trained):
-    inputs, target, mask, data = case(rank=2, trained=trained)
+    inputs, target, mask, data = loss_case(rank=2, trained=trained)
     options = {"objective": OBJECTIVES["grpo"].replace(**changes), "ref_logprobs": data["ref_logprobs"]}
     weights = torch.tensor([0.3, 0.0, -0.1, 0.0], dtype=torch.float64)
     options |= {"preference_weights": weights, "num_sequences": 9, "workspace_bytes": 40_000}
-    ours = run(linear_policy_loss, inputs, target, mask, data, **options)
-    theirs = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    ours = run_loss(linear_policy_loss, inputs, target, mask, data, **options)
+    theirs = run_loss(reference.linear_policy_loss, inputs, target, mask, data, **options)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-13, msg=name)
 
@@ -86,7 +54,7 @@ def test_parts_of_the_objective_and_trained_heads(changes, trained):
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_trained_head_formed_in_the_forward(trained, softcap):
     """Several row blocks, each needing its own slopes before the next; a temperature per token; a scaled loss."""
-    inputs, target, mask, data = case(rank=2 if "a" in trained else 0, trained=trained)
+    inputs, target, mask, data = loss_case(rank=2 if "a" in trained else 0, trained=trained)
     options = {
         "softcap": softcap,
         "temperature": torch.rand(B, L, dtype=torch.float64) + 0.5,
@@ -95,13 +63,13 @@ def test_trained_head_formed_in_the_forward(trained, softcap):
     outcomes = []
     for function in (linear_policy_loss, reference.linear_policy_loss):
         scaled = lambda *args, f=function, **kw: f(*args, **kw)._replace(loss=3 * f(*args, **kw).loss)
-        outcomes.append(run(scaled, inputs, target, mask, data, **options))
+        outcomes.append(run_loss(scaled, inputs, target, mask, data, **options))
     for name, value in outcomes[0].items():
         torch.testing.assert_close(value, outcomes[1][name], rtol=1e-9, atol=1e-13, msg=name)
 
 
 def test_formed_gradients_are_handed_over_once():
-    inputs, target, mask, data = case(trained=("weight",))
+    inputs, target, mask, data = loss_case(trained=("weight",))
     loss = linear_policy_loss(
         inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
     ).loss
@@ -112,12 +80,14 @@ def test_formed_gradients_are_handed_over_once():
 
 def test_trained_float32_head_errs_no_more_than_eager():
     """As a whole: a row of the weight owes its gradient to the one or two tokens that make its entry likely."""
-    inputs, target, mask, data = case(dtype=torch.float32, trained=("weight",), vocabulary=1003, hidden_size=48)
+    inputs, target, mask, data = loss_case(dtype=torch.float32, trained=("weight",), vocabulary=1003, hidden_size=48)
     options = {"objective": "reinforce"}
-    ours = run(linear_policy_loss, inputs, target, mask, data, workspace_bytes=400_000, **options)
-    eager = run(reference.linear_policy_loss, inputs, target, mask, data, **options)
+    ours = run_loss(linear_policy_loss, inputs, target, mask, data, workspace_bytes=400_000, **options)
+    eager = run_loss(reference.linear_policy_loss, inputs, target, mask, data, **options)
     wide = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in inputs.items()}
-    truth = run(reference.linear_policy_loss, wide, target, mask, {n: v.double() for n, v in data.items()}, **options)
+    truth = run_loss(
+        reference.linear_policy_loss, wide, target, mask, {n: v.double() for n, v in data.items()}, **options
+    )
     for name in ("d hidden", "d weight"):
         flat = [outcome[name].reshape(-1) for outcome in (ours, eager, truth)]
         assert_as_good_as(kernel=flat[0], eager=flat[1], truth=flat[2], factor=1.5, name=name)
@@ -125,14 +95,14 @@ def test_trained_float32_head_errs_no_more_than_eager():
 
 @pytest.mark.parametrize("normalize", ["mean", "sum"])
 def test_packed_tokens_with_preference_weights(normalize):
-    inputs, target, mask, data = case()
+    inputs, target, mask, data = loss_case()
     weights = torch.tensor([0.3, -0.2, -0.1, 0.0], dtype=torch.float64)
     options = {"preference_weights": weights, "normalize": normalize}
-    padded = run(linear_policy_loss, inputs, target, mask, data, **options)
+    padded = run_loss(linear_policy_loss, inputs, target, mask, data, **options)
     packed = {**inputs, "hidden": inputs["hidden"].detach()[mask].requires_grad_()}
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
     short = {name: value[mask] if value.dim() == 2 else value for name, value in data.items()}
-    ours = run(linear_policy_loss, packed, target[mask], None, short, cu_seqlens=cu_seqlens, **options)
+    ours = run_loss(linear_policy_loss, packed, target[mask], None, short, cu_seqlens=cu_seqlens, **options)
     torch.testing.assert_close(ours["loss"], padded["loss"])
     torch.testing.assert_close(ours["d hidden"], padded["d hidden"][mask])
 
@@ -167,7 +137,7 @@ def test_slope_errs_no_more_than_eager_float32(spread):
 )
 def test_logprobs_are_the_bits_of_linear_logprob(dtype, trained):
     """Seen through a loss that is the negative mean of the log-probs."""
-    inputs, target, _, _ = case(dtype=dtype, trained=trained, ignored=0)
+    inputs, target, _, _ = loss_case(dtype=dtype, trained=trained, ignored=0)
     arguments = (inputs["hidden"], inputs["weight"], target, None, torch.ones(B))
     fused = linear_policy_loss(*arguments, objective="reinforce").loss
     plain = reference.policy_loss(
@@ -195,7 +165,7 @@ def test_a_formed_row_has_the_bits_of_linear_logprob_row_by_row():
 @pytest.mark.parametrize(("trained", "flops"), [((), 4), (("weight",), 6)])
 def test_flops_and_tokens_that_cannot_move(monkeypatch, trained, flops):
     """Counted in T H V, forward and backward. Advantage 0 on two of four rows: they cost their log-probs only."""
-    inputs, target, _, _ = case(dtype=torch.float32, trained=trained, ignored=0)
+    inputs, target, _, _ = loss_case(dtype=torch.float32, trained=trained, ignored=0)
     hidden, weight = (inputs[name].detach() for name in ("hidden", "weight"))
     hidden, target = hidden.repeat(1, 32, 1)[:, :32].requires_grad_(), target.repeat(1, 32)[:, :32]
     weight.requires_grad_(bool(trained))
@@ -222,27 +192,27 @@ def test_sizes_of_nothing_and_one(rows, hidden_size, vocabulary, trained):
 
 
 @pytest.mark.parametrize("trained", [(), ("weight", "bias", "a", "b")])
-def test_triton_backend_takes_two_passes_to_the_same_loss(trained):
+def test_triton_backend_comes_to_the_same_loss(trained):
     """Interpreted; a cap, a scale, a temperature per token, a LoRA and a bias at once."""
     pytest.importorskip("triton")
-    inputs, target, mask, data = case(dtype=torch.float32, rank=2, trained=trained, hidden_size=16, vocabulary=70)
+    inputs, target, mask, data = loss_case(dtype=torch.float32, rank=2, trained=trained, hidden_size=16, vocabulary=70)
     options = {"softcap": 4.0, "logit_scale": 1.3, "temperature": torch.rand(B, L) + 0.5}
-    ours = run(linear_policy_loss, inputs, target, mask, data, backend="triton", **options)
-    theirs = run(linear_policy_loss, inputs, target, mask, data, backend="torch", **options)
+    ours = run_loss(linear_policy_loss, inputs, target, mask, data, backend="triton", **options)
+    theirs = run_loss(linear_policy_loss, inputs, target, mask, data, backend="torch", **options)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6 * float(theirs[name].abs().max()))
 
 
 @pytest.mark.parametrize("trained", [(), ("weight",)])
 def test_autocast_rounds_the_products_alone(trained):
-    inputs, target, mask, data = case(dtype=torch.float32, trained=trained)
+    inputs, target, mask, data = loss_case(dtype=torch.float32, trained=trained)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = run(linear_policy_loss, inputs, target, mask, data)
+        ours = run_loss(linear_policy_loss, inputs, target, mask, data)
     rounded = {
         name: value.detach().bfloat16().requires_grad_(value.requires_grad) if name != "bias" else value
         for name, value in inputs.items()
     }
-    theirs = run(linear_policy_loss, rounded, target, mask, data)
+    theirs = run_loss(linear_policy_loss, rounded, target, mask, data)
     assert torch.equal(ours["loss"], theirs["loss"])
     for name in ("d hidden", *(f"d {name}" for name in trained)):
         assert ours[name].dtype == torch.float32
@@ -251,13 +221,13 @@ def test_autocast_rounds_the_products_alone(trained):
 
 @pytest.mark.parametrize("objective", ["gspo", "gspo_token", "gmpo", "vespo", "luspo"])
 def test_sequence_level_objectives_are_refused_by_name(objective):
-    inputs, target, mask, data = case()
+    inputs, target, mask, data = loss_case()
     with pytest.raises(ValueError, match="ratio_level='sequence"):
-        run(linear_policy_loss, inputs, target, mask, data, objective=objective)
+        run_loss(linear_policy_loss, inputs, target, mask, data, objective=objective)
 
 
 def test_double_backward_is_refused():
-    inputs, target, mask, data = case()
+    inputs, target, mask, data = loss_case()
     loss = linear_policy_loss(
         inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
     ).loss
@@ -267,11 +237,11 @@ def test_double_backward_is_refused():
 
 
 def test_nothing_counts():
-    inputs, target, mask, data = case()
+    inputs, target, mask, data = loss_case()
     for out in (
-        run(linear_policy_loss, inputs, target, torch.zeros_like(mask), data),
-        run(linear_policy_loss, inputs, torch.full_like(target, -100), mask, data),
-        run(linear_policy_loss, inputs, target, mask, data | {"advantages": torch.zeros(B, dtype=torch.float64)}),
+        run_loss(linear_policy_loss, inputs, target, torch.zeros_like(mask), data),
+        run_loss(linear_policy_loss, inputs, torch.full_like(target, -100), mask, data),
+        run_loss(linear_policy_loss, inputs, target, mask, data | {"advantages": torch.zeros(B, dtype=torch.float64)}),
     ):
         assert out["loss"] == 0
         assert (out["d hidden"] == 0).all()
@@ -311,7 +281,7 @@ def test_the_backward_of_a_frozen_head_holds_the_slope_and_its_gradient_only():
 
 
 def test_compiles_as_one_graph_and_passes_opcheck():
-    inputs, target, _, _ = case(dtype=torch.float32, ignored=0)
+    inputs, target, _, _ = loss_case(dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"], inputs["weight"]
 
     def loss(hidden, temperature):

@@ -185,12 +185,16 @@ class Sweep:
             self.grad_hidden.view(self.target.numel(), self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
 
 
-class _RecomputingSweep(Sweep):
-    """The backward of a call whose slopes are known: the dlogits are formed again, in either order."""
+SlopesOf = Callable[[RowBlock, slice], Slopes]
+"""(a block, its rows among the n live ones) -> their slopes, padded"""
 
-    def __init__(self, *arguments: Any, slopes: Slopes, form: FormDlogits) -> None:
+
+class BlockSweep(Sweep):
+    """A sweep whose dlogits are formed tile by tile, block after block or in the other order."""
+
+    def __init__(self, *arguments: Any, slopes_of: SlopesOf, form: FormDlogits) -> None:
         super().__init__(*arguments)
-        self._slopes, self._form = slopes, form
+        self._slopes_of, self._form = slopes_of, form
 
     def run(self) -> HeadGrads:
         """One sweep, or two where 16-bit column gradients could not be summed in the workspace beside the rows' own."""
@@ -203,7 +207,7 @@ class _RecomputingSweep(Sweep):
 
     def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
         block = self.row_block(first, last)
-        return block, self._slopes.of(slice(first, last), block.padded)
+        return block, self._slopes_of(block, slice(first, last))
 
     def _rows_outside(self, with_columns: bool) -> None:
         for first, last in self.ranges.rows:
@@ -254,4 +258,8 @@ def head_grads(
         slopes = slopes.over(unit)
     ranges = Ranges.of(head, workspace, index.shape[0])
     arguments = (head, hidden, target, temperature, index, unit, wanted, ranges, partial)
-    return _RecomputingSweep(*arguments, slopes=slopes, form=make_form(head, ranges)).run()
+
+    def slopes_of(block: RowBlock, rows: slice) -> Slopes:
+        return slopes.of(rows, block.padded)
+
+    return BlockSweep(*arguments, slopes_of=slopes_of, form=make_form(head, ranges)).run()

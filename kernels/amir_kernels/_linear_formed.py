@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._linear_backward import HeadGrads, Slopes, Sweep, Wanted, row_slopes
 from ._linear_head import ROW_MULTIPLE, Blocks, Head, Ranges, RowBlock, blocks_of, limits_of, round_up, weight_copies
-from ._linear_torch import Owned, SlopeStats, Tiles, fold_slope, owners
+from ._linear_torch import Owned, RowStats, SlopeStats, Tiles, fold_slope, owners
 
 LossSlope = Callable[[Tensor, Tensor], Tensor]
 """(positions [n], their log-probs [n]) -> d loss / d logprob [n]"""
@@ -39,6 +39,17 @@ def formed_ranges(head: Head, workspace: int, room: int, rows: int) -> Ranges:
     tall = max(room - beside, 0) // (per_row * ROW_MULTIPLE) * ROW_MULTIPLE
     tall = min(max(tall, ROW_MULTIPLE), limits_of(head.weight.device).formed_rows)
     return Ranges(Blocks(tall, blocks.columns).rows_of(rows), columns)
+
+
+def block_slopes(head: Head, block: RowBlock, stats: RowStats, loss_slope: LossSlope) -> tuple[Tensor, Slopes]:
+    """The log-probs `[n]` of a block's real rows, and the slopes `[R]` that the loss gives them."""
+    real = slice(0, block.positions.shape[0])
+    stats, heat = stats.of(real), block.temperature
+    logprob = stats.picked - stats.shift - stats.total.log()
+    grad = loss_slope(block.positions, logprob)
+    heat = heat[real] if isinstance(heat, Tensor) else heat
+    slopes = row_slopes(head, heat, logprob, stats.shift, stats.total, None, grad, None, None)
+    return logprob, slopes.of(real, block.padded)
 
 
 class _FormedBlock:
@@ -97,7 +108,10 @@ class FormedSweep(Sweep):
             if before:
                 self.store_rows(before.block, before.total, before.low_rank)
             if block and rows:
-                block.take_slopes(self._slopes_of(block, slice(*rows)))
+                self.logprob[slice(*rows)], slopes = block_slopes(
+                    self.head, block.block, block.folded.stats, self._loss_slope
+                )
+                block.take_slopes(slopes)
             before = block
         return self.grads()
 
@@ -110,16 +124,6 @@ class FormedSweep(Sweep):
         tile = self._tiles.logits(block.block, weight, start, stop, self._tile(block.block, start, stop))
         fold_slope(self._tiles, block.block, tile, stop - start, owned, block.folded)
         block.shifts.append(block.folded.stats.shift.clone())
-
-    def _slopes_of(self, block: _FormedBlock, rows: slice) -> Slopes:
-        real = slice(0, rows.stop - rows.start)
-        stats, heat = block.folded.stats.of(real), block.block.temperature
-        logprob = stats.picked - stats.shift - stats.total.log()
-        self.logprob[rows] = logprob
-        grad = self._loss_slope(block.block.positions, logprob)
-        heat = heat[real] if isinstance(heat, Tensor) else heat
-        slopes = row_slopes(self.head, heat, logprob, stats.shift, stats.total, None, grad, None, None)
-        return slopes.of(real, block.block.padded)
 
     def _use(self, block: _FormedBlock, weight: Tensor, number: int, start: int, stop: int) -> None:
         tile, owned = self._tile(block.block, start, stop), block.owned[number]

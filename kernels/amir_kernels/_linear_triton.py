@@ -4,7 +4,7 @@ As many programs as the GPU holds share out the work items (row tile, split of t
 in one loop over vocabulary tiles and depth, so that copies run ahead across tiles, and stores its part of the
 statistics; a second kernel merges the splits in order. Splits depend on V alone and nothing is added atomically, so a
 row gets the same bits in any batch and from any program. The backward kernel writes dL/dx of a tile in the products'
-dtype; the products that follow are the vendor's.
+dtype; the products that follow are the vendor's. Where the forward has kept its logits, no product forms them again.
 
 Legend: N rows of a block, H hidden size, V vocabulary, S splits, r LoRA rank.
 """
@@ -18,12 +18,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._linear_backward import FormDlogits, Slopes
-from ._linear_head import Head, Ranges, RowBlock, row_block, scratch_bytes
+from ._linear_head import Head, Ranges, RowBlock, round_up, row_block, scratch_bytes
 from ._linear_torch import RowStats, empty_stats
-from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of
-from ._tile_table import Config, architecture_of, config_of, splits_of
+from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of, raw_logits, store_quarters
+from ._tile_table import LARGEST_TILE, Config, architecture_of, config_of, splits_of
 
 MERGE_ROWS = 128
+KEPT_TILE = 4, 512
+"""Rows and columns of a program that reads kept logits: sixteen numbers a thread, four at a time."""
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -39,12 +41,14 @@ def stats_kernel(
     temperature,
     partial,
     picked,
+    kept,
     N,
     H,
     V,
     weight_row,
     weight_column,
     rank,
+    kept_row,
     splits,
     split_tiles,
     group,
@@ -55,6 +59,7 @@ def stats_kernel(
     HAS_LORA: tl.constexpr,
     CAPPED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
+    KEEP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -62,6 +67,7 @@ def stats_kernel(
 ):
     """partial [S, 3, N]: m, sum e^(z - m), sum e^(z - m) (z - m). picked [N]: z_target, by the item that owns it.
 
+    KEEP: kept [N, kept_row] gets the raw logits, before scale, cap and temperature, in whole tiles.
     Items run `group` row tiles through a split before the next split: those rows and that split stay in the L2 cache.
     """
     row_tiles = tl.cdiv(N, BLOCK_M)
@@ -92,24 +98,10 @@ def stats_kernel(
             last = step == steps - 1
             if last:
                 columns = column + tl.arange(0, BLOCK_V)
-                z, _cap_slope = finish_logits(
-                    acc,
-                    bias,
-                    low_rank,
-                    lora_b,
-                    heat,
-                    rows,
-                    columns,
-                    N,
-                    V,
-                    rank,
-                    softcap,
-                    logit_scale,
-                    COMPUTE,
-                    HAS_BIAS,
-                    HAS_LORA,
-                    CAPPED,
-                )
+                x = raw_logits(acc, bias, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE, HAS_BIAS, HAS_LORA)
+                if KEEP:
+                    store_quarters(kept, x, row, column, kept_row)
+                z, _cap_slope = finish_logits(x, heat, softcap, logit_scale, COMPUTE, CAPPED)
                 if column + BLOCK_V > V:
                     z = tl.where((columns < V)[None, :], z, float("-inf"))
                 owned = (y >= column) & (y < column + BLOCK_V)
@@ -152,6 +144,33 @@ def merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def dlogits_of(
+    x,
+    is_target,
+    heat,
+    m,
+    a,
+    b,
+    own,
+    softcap,
+    logit_scale,
+    COMPUTE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+):
+    """e^(z - m) (a + b (z - m)), at the target its own value, times the cap's derivative; from raw logits x."""
+    z, cap_slope = finish_logits(x, heat, softcap, logit_scale, COMPUTE, CAPPED)
+    d = tl.maximum(z - m[:, None], DEEPEST)
+    slope = a[:, None]
+    if WITH_ENTROPY:
+        slope = slope + b[:, None] * d
+    dz = tl.where(is_target, own[:, None], exp(d) * slope)
+    if CAPPED:
+        dz = dz * cap_slope
+    return dz
+
+
+@triton.jit
 def dlogits_kernel(
     hidden,
     weight,
@@ -185,7 +204,7 @@ def dlogits_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dlogits [N, width] of the columns from `start`: e^(z - m) (a + b (z - m)), at the target its own value."""
+    """dlogits [N, width] of the columns from `start`, in its own dtype."""
     row_tiles = tl.cdiv(N, BLOCK_M)
     row = (tl.program_id(0) % row_tiles) * BLOCK_M
     first = (tl.program_id(0) // row_tiles) * BLOCK_V
@@ -202,35 +221,53 @@ def dlogits_kernel(
     columns = start + local
     y = tl.load(target + rows, mask=rows < N, other=-1).to(tl.int32)
     heat = tl.load(temperature + rows, mask=rows < N, other=1.0)
-    z, cap_slope = finish_logits(
-        acc,
-        bias,
-        low_rank,
-        lora_b,
-        heat,
-        rows,
-        columns,
-        N,
-        V,
-        rank,
-        softcap,
-        logit_scale,
-        COMPUTE,
-        HAS_BIAS,
-        HAS_LORA,
-        CAPPED,
-    )
+    x = raw_logits(acc, bias, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE, HAS_BIAS, HAS_LORA)
     m = tl.load(shift + rows, mask=rows < N, other=float("inf"))
-    d = tl.maximum(z - m[:, None], DEEPEST)
-    slope = tl.load(slope_a + rows, mask=rows < N, other=0.0)[:, None]
-    if WITH_ENTROPY:
-        slope = slope + tl.load(slope_b + rows, mask=rows < N, other=0.0)[:, None] * d
+    a = tl.load(slope_a + rows, mask=rows < N, other=0.0)
+    b = tl.load(slope_b + rows, mask=rows < N, other=0.0)
     own = tl.load(at_target + rows, mask=rows < N, other=0.0)
-    dz = tl.where(columns[None, :] == y[:, None], own[:, None], exp(d) * slope)
-    if CAPPED:
-        dz = dz * cap_slope
+    is_target = columns[None, :] == y[:, None]
+    dz = dlogits_of(x, is_target, heat, m, a, b, own, softcap, logit_scale, COMPUTE, CAPPED, WITH_ENTROPY)
     out = dlogits + rows.to(tl.int64)[:, None] * width + local[None, :]
     tl.store(out, dz.to(dlogits.dtype.element_ty), mask=(rows < N)[:, None] & (local < width)[None, :])
+
+
+@triton.jit
+def kept_dlogits_kernel(
+    kept,
+    target,
+    temperature,
+    shift,
+    slope_a,
+    at_target,
+    dlogits,
+    N,
+    kept_row,
+    start,
+    width,
+    softcap,
+    logit_scale,
+    COMPUTE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """`dlogits_kernel` from the raw logits that the forward kept."""
+    row_tiles = tl.cdiv(N, BLOCK_M)
+    rows = (tl.program_id(0) % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = (tl.program_id(0) // row_tiles) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (rows < N)[:, None] & (local < width)[None, :]
+    x = tl.load(kept + rows.to(tl.int64)[:, None] * kept_row + (start + local)[None, :], mask=inside, other=0.0)
+    y = tl.load(target + rows, mask=rows < N, other=-1).to(tl.int32)
+    heat = tl.load(temperature + rows, mask=rows < N, other=1.0)
+    m = tl.load(shift + rows, mask=rows < N, other=float("inf"))
+    a = tl.load(slope_a + rows, mask=rows < N, other=0.0)
+    own = tl.load(at_target + rows, mask=rows < N, other=0.0)
+    is_target = (start + local)[None, :] == y[:, None]
+    dz = dlogits_of(x, is_target, heat, m, a, a, own, softcap, logit_scale, COMPUTE, CAPPED, False)
+    tl.store(
+        dlogits + rows.to(tl.int64)[:, None] * width + local[None, :], dz.to(dlogits.dtype.element_ty), mask=inside
+    )
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -266,11 +303,16 @@ def forward_rows(head: Head, rows: int, workspace: int, splits: int) -> int:
     return max(16, scratch_bytes(head, rows, workspace) // per_row // 16 * 16)
 
 
+def _heat(block: RowBlock) -> Tensor:
+    """[R]"""
+    if isinstance(block.temperature, Tensor):
+        return block.temperature
+    return torch.full((block.padded,), block.temperature, dtype=torch.float32, device=block.hidden.device)
+
+
 def _head_arguments(head: Head, block: RowBlock, config: Config) -> tuple[Any, ...]:
     """hidden, weight, bias, low_rank, lora_b, target, temperature; others stand in for those that are absent."""
-    heat = block.temperature
-    if not isinstance(heat, Tensor):
-        heat = torch.full((block.padded,), heat, dtype=torch.float32, device=block.hidden.device)
+    heat = _heat(block)
     bias = block.hidden if head.bias is None else head.bias.contiguous()
     low_rank, lora_b = (heat, heat) if head.lora is None else (block.low_rank, head.lora.b.contiguous())
     hidden, weight = block.hidden, head.weight
@@ -296,6 +338,44 @@ def options_of(head: Head, config: Config, with_entropy: bool) -> dict[str, obje
     }
 
 
+def room_for_logits(head: Head, rows: int) -> Tensor:
+    """Float32 `[R, V]` in whole tiles of the largest size."""
+    sizes = round_up(rows, LARGEST_TILE[0]), round_up(head.weight.shape[0], LARGEST_TILE[1])
+    return torch.empty(sizes, dtype=torch.float32, device=head.weight.device)
+
+
+def block_stats(head: Head, block: RowBlock, with_entropy: bool, kept: Tensor | None = None) -> RowStats:
+    """Statistics of a block's rows; the raw logits go to `kept` where it is given (of `room_for_logits`)."""
+    config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
+    splits, each = splits_of(vocabulary, config)
+    multiprocessors, cache_bytes = _device_size(block.hidden.device)
+    rows = block.padded
+    partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=block.hidden.device)
+    merged = torch.zeros(4, rows, dtype=torch.float32, device=block.hidden.device)
+    items = triton.cdiv(rows, config.rows) * splits
+    stats_kernel[(programs_of(items, config, multiprocessors),)](
+        *_head_arguments(head, block, config),
+        partial,
+        merged[3],
+        partial if kept is None else kept,
+        rows,
+        hidden_size,
+        vocabulary,
+        *head.weight.stride(),
+        head.lora.a.shape[0] if head.lora else 0,
+        0 if kept is None else kept.stride(0),
+        splits,
+        each,
+        group_of(hidden_size, head.operand.itemsize, config, cache_bytes),
+        head.softcap or 1.0,
+        head.logit_scale,
+        KEEP=kept is not None,
+        **options_of(head, config, with_entropy),
+    )
+    merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
+    return RowStats(*merged)
+
+
 def triton_row_stats(
     head: Head,
     hidden: Tensor,
@@ -306,38 +386,13 @@ def triton_row_stats(
     with_entropy: bool,
 ) -> RowStats:
     """`row_stats` of the torch backend, by the kernels."""
-    config, (vocabulary, hidden_size) = config_of(head, architecture_of(head.weight.device)), head.weight.shape
-    splits, each = splits_of(vocabulary, config)
-    multiprocessors, cache_bytes = _device_size(hidden.device)
-    group = group_of(hidden_size, head.operand.itemsize, config, cache_bytes)
-    count = index.shape[0]
+    config, count = config_of(head, architecture_of(head.weight.device)), index.shape[0]
     result = empty_stats(count, hidden, torch.float32, with_entropy)
-    tall = forward_rows(head, count, workspace, splits)
+    tall = forward_rows(head, count, workspace, splits_of(head.weight.shape[0], config)[0])
     for first in range(0, count, tall):
         last = min(first + tall, count)
         block = row_block(head, hidden, target, temperature, index[first:last])
-        rows = block.padded
-        partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=hidden.device)
-        merged = torch.zeros(4, rows, dtype=torch.float32, device=hidden.device)
-        items = triton.cdiv(rows, config.rows) * splits
-        stats_kernel[(programs_of(items, config, multiprocessors),)](
-            *_head_arguments(head, block, config),
-            partial,
-            merged[3],
-            rows,
-            hidden_size,
-            vocabulary,
-            *head.weight.stride(),
-            head.lora.a.shape[0] if head.lora else 0,
-            splits,
-            each,
-            group,
-            head.softcap or 1.0,
-            head.logit_scale,
-            **options_of(head, config, with_entropy),
-        )
-        merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
-        result.take(slice(first, last), RowStats(*merged))
+        result.take(slice(first, last), block_stats(head, block, with_entropy))
     return result
 
 
@@ -366,6 +421,37 @@ def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
             head.softcap or 1.0,
             head.logit_scale,
             **options_of(head, config, slopes.b is not None),
+        )
+        return dlogits.to(head.operand)
+
+    return form
+
+
+def kept_dlogits(head: Head, ranges: Ranges, kept: Tensor) -> FormDlogits:
+    """`triton_dlogits` from the raw logits that `block_stats` kept of the block."""
+    room = torch.empty(ranges.tallest * ranges.widest, dtype=head.compute, device=head.weight.device)
+
+    def form(block: RowBlock, slopes: Slopes, _: Tensor, start: int, stop: int) -> Tensor:
+        rows, width = block.padded, stop - start
+        dlogits = room[: rows * width].view(rows, width)
+        kept_dlogits_kernel[(triton.cdiv(rows, KEPT_TILE[0]) * triton.cdiv(width, KEPT_TILE[1]),)](
+            kept,
+            block.target,
+            _heat(block),
+            slopes.shift,
+            slopes.a,
+            slopes.at_target,
+            dlogits,
+            rows,
+            kept.stride(0),
+            start,
+            width,
+            head.softcap or 1.0,
+            head.logit_scale,
+            COMPUTE=_DTYPES[head.compute],
+            CAPPED=head.softcap is not None,
+            BLOCK_M=KEPT_TILE[0],
+            BLOCK_V=KEPT_TILE[1],
         )
         return dlogits.to(head.operand)
 

@@ -1,4 +1,4 @@
-"""Triton helpers of the head: its operands, what a product becomes as logits, and the running log-sum-exp."""
+"""Triton helpers of the head: its operands, what a product becomes as logits, their store, the running log-sum-exp."""
 
 import triton
 import triton.language as tl
@@ -87,42 +87,68 @@ def add_low_rank_product(acc, low_rank, lora_b, rows, columns, N, V, rank, COMPU
 
 
 @triton.jit
-def finish_logits(
+def raw_logits(
     acc,
     bias,
     low_rank,
     lora_b,
-    heat,
     rows,
     columns,
     N,
     V,
     rank,
-    softcap,
-    logit_scale,
     COMPUTE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
-    CAPPED: tl.constexpr,
 ):
-    """z from acc = hidden @ weight.T of a tile, in float32, and the cap's derivative 1 - tanh^2 (1 without one).
-
-    With 16-bit products the derivative comes from z itself, which saves a second tile of registers. Columns past V are
-    left to the caller.
-    """
+    """acc + low_rank @ lora_b.T + bias of a tile, for acc = hidden @ weight.T, in float32."""
     if HAS_LORA:
         acc = add_low_rank_product(acc, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE)
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _halves(x):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_quarters(matrix, x, row, column, row_stride):
+    """A tile to (row, column) of a matrix that has room for all of it, a quarter of its columns at a time.
+
+    Whole rows are written through shared memory, which beside the operands' stages has room for no more.
+    """
+    width: tl.constexpr = x.shape[1] // 4
+    at = matrix + tl.cast(row, tl.int64) * row_stride + column
+    within = tl.arange(0, x.shape[0])[:, None] * row_stride + tl.arange(0, width)[None, :]
+    left, right = _halves(x)
+    first, second = _halves(left)
+    tl.store(at + within, first)
+    tl.store(at + width + within, second)
+    third, fourth = _halves(right)
+    tl.store(at + 2 * width + within, third)
+    tl.store(at + 3 * width + within, fourth)
+
+
+@triton.jit
+def finish_logits(x, heat, softcap, logit_scale, COMPUTE: tl.constexpr, CAPPED: tl.constexpr):
+    """z from the raw logits x of a tile, and the cap's derivative 1 - tanh^2 (1 without one).
+
+    With 16-bit products the derivative comes from z itself, which saves a second tile of registers. Columns past V are
+    left to the caller.
+    """
     slope = 1.0
     if CAPPED:
-        t = tanh(acc * (logit_scale / softcap))
+        t = tanh(x * (logit_scale / softcap))
         z = t * (softcap / heat)[:, None]
         if COMPUTE.primitive_bitwidth < 32:
             t = z * (heat / softcap)[:, None]
         slope = 1 - t * t
     else:
-        z = acc * (logit_scale / heat)[:, None]
+        z = x * (logit_scale / heat)[:, None]
     return z, slope
 
 

@@ -55,6 +55,8 @@ TABLE = {
     ("gfx942", "float32", "pointers"): Config(64, 64, 32, 4, 3),
     ("gfx1100", "float32", "pointers"): Config(64, 32, 16, 4, 2),
 }
+LARGEST_TILE = 128, 256
+"""Rows and columns that every tile's divide."""
 SPLIT_COLUMNS = 4096
 """Vocabulary columns of a split: enough splits to fill a GPU with few rows, few enough that the partials stay small."""
 

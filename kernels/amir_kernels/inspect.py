@@ -96,10 +96,16 @@ def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]
         for name, tall in (("hidden", config.rows), ("weight", config.columns)):
             values[name] = f"tensordesc<{pointer[1:]}[{tall}, {config.depth}]>"
     names = ("low_rank", "temperature", "partial", "picked", "shift", "slope_a", "slope_b", "at_target")
-    values |= dict.fromkeys(names, "*fp32") | {"target": "*i64"}
+    values |= dict.fromkeys(names, "*fp32") | {"target": "*i64", "kept": "*fp32"}
     values |= {"N": ROWS, "H": hidden_size, "V": vocabulary, "rank": RANK if head.lora else 0}
     values |= dict(zip(("weight_row", "weight_column"), head.weight.stride(), strict=True))
-    values |= {"splits": splits, "split_tiles": each, "start": 4096, "width": 4096}
+    values |= {
+        "splits": splits,
+        "split_tiles": each,
+        "start": 4096,
+        "width": 4096,
+        "kept_row": -(-vocabulary // 256) * 256,
+    }
     values |= {"group": group_of(hidden_size, head.compute.itemsize, config, cache_bytes)}
     return values | {"softcap": 30.0, "logit_scale": 1.0}
 
@@ -120,10 +126,17 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
             operands = (ROWS + sweeps * vocabulary) * hidden_size * dtype.itemsize
             tile = 4096 * (ROWS + hidden_size) * dtype.itemsize + ROWS * hidden_size * dtype.itemsize
             form = ("all options" if everything else "plain") + (", transposed head" if transposed else "")
-            shared = (frozenset(options), resources)
-            partials = 12 * ROWS * values["splits"]
-            yield Launch(kernels.stats_kernel, form, values, *shared, flops, operands + partials, config)
+            shared = (frozenset({*options, "KEEP"}), resources)
+            moved, logits = operands + 12 * ROWS * values["splits"], 4 * ROWS * vocabulary
+            yield Launch(kernels.stats_kernel, form, values | {"KEEP": False}, *shared, flops, moved, config)
+            values_kept, form_kept = values | {"KEEP": True, "WITH_ENTROPY": False}, f"{form}, kept logits"
+            yield Launch(kernels.stats_kernel, form_kept, values_kept, *shared, flops, moved + logits, config)
             yield Launch(kernels.dlogits_kernel, form, values, *shared, flops * 4096 // vocabulary, tile, config)
+    rows, columns = kernels.KEPT_TILE
+    values |= {"BLOCK_M": rows, "BLOCK_V": columns}
+    elements, constants = ROWS * 4096, frozenset({"COMPUTE", "CAPPED", "BLOCK_M", "BLOCK_V"})
+    moved = (4 + dtype.itemsize) * elements
+    yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, DEFAULTS, 20 * elements, moved)
     splits = splits_of(vocabulary, config)[0]
     values = {"partial": "*fp32", "merged": "*fp32", "N": ROWS, "splits": splits, "BLOCK": kernels.MERGE_ROWS}
     moved = 12 * ROWS * (splits + 1)

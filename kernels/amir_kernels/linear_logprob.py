@@ -473,7 +473,7 @@ def workspace_of(
 
     Scratch is what a call allocates beyond its inputs, its results, the gradients it returns and O(N) numbers. With
     `process_group`, the gradient of hidden is summed in float32: 4 N H bytes more where hidden has 16 bits.
-    `linear_policy_loss` uses the same, with a trained head up to its own `workspace_bytes`.
+    `linear_policy_loss` uses the same; where logits wait (a trained head, Triton) up to its own `workspace_bytes`.
     """
     check_float("hidden", hidden)
     _check_weight(weight)

@@ -9,6 +9,7 @@ with the log-sum-exp, so one sweep gives both: 4 N H V flops instead of 6, and a
 upstream gradient the loss sends is not needed for it.
 
 Trained head: `_linear_formed` forms each block's gradients as soon as its log-probs are known, 6 N H V instead of 8.
+On the Triton backend a block's logits wait in either case (`_linear_kept`).
 
 Legend: N rows (tokens), n live rows, R rows of a block, B completions, L padded length, T packed tokens, H hidden size,
 V vocabulary, r LoRA rank.
@@ -32,6 +33,8 @@ from .preference_loss import sequence_logprob
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ._linear_kept import KeptSweep
 
 
 # ---- log-prob and its slope in one sweep ---------------------------------------------------------------------------
@@ -72,9 +75,15 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """logprob `[...]` and its gradient to hidden `[..., H]`, both 0 where ignored."""
     call = Call(*arguments)
     head, index, temperature = call.head, live_rows(call, call.weight.shape[0]), call.row_temperature
+    logprob = torch.zeros(call.target.numel(), dtype=head.accumulate, device=call.hidden.device)
+    if call.triton:
+        from ._linear_kept import kept_slope
+
+        with exact_products(call.hidden.device):
+            logprob[index], slope = kept_slope(head, call.hidden, call.target, temperature, index, call.workspace)
+        return logprob.view(call.target.shape), slope
     ranges = Ranges.of(head, call.workspace, index.shape[0])
     tiles = Tiles(head, ranges)
-    logprob = torch.zeros(call.target.numel(), dtype=head.accumulate, device=call.hidden.device)
     slope = logprob.new_zeros(call.target.numel(), call.hidden.shape[-1])
     with exact_products(call.hidden.device):
         for first, last in ranges.rows:
@@ -183,13 +192,16 @@ def linear_policy_loss(
         weight, bias, temperature, softcap, logit_scale, lora, ignore_index, process_group, workspace_bytes, backend: as
             in `linear_logprob_entropy`; so are dtypes, numerics and which inputs get gradients.
 
-    On the torch backend, without process group and entropy bonus, gradients are formed in the forward, and tokens whose
-    gradient is known to be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a
-    gradient (frozen head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where
-    float32 parameters of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and
-    torch.compile does not trace this form, and `workspace_bytes` is by default 160 MiB on a CPU, since a row block's
-    logits wait in it (at least 16 rows of them, whatever it is). Otherwise this is `linear_logprob` and `policy_loss`:
-    6 N H V, 8 with a trained head. Log-probs are the same bits in every form.
+    Without process group and entropy bonus gradients are formed in the forward, and tokens whose gradient is known to
+    be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a gradient (frozen
+    head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where float32 parameters
+    of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and torch.compile does
+    not trace this form, and `workspace_bytes` is by default 160 MiB on a CPU, since a row block's logits wait in it (at
+    least 16 rows of them, whatever it is). On the Triton backend the logits wait in the workspace with a frozen head
+    too: it must hold those of 256 rows, 4 bytes each, of 1,024 where the weight needs a gradient or is of another dtype
+    than the products, of 128 where these are float32; with 16-bit products H must be 1,024 or more (`_linear_kept` says
+    why), and float16 products form no gradients of a trained head. Otherwise this is `linear_logprob` and
+    `policy_loss`: 6 N H V, 8 with a trained head. Log-probs are the same bits in every form.
     """
     chosen = resolve_objective(objective)
     _refuse_sequence_level(chosen)
@@ -237,7 +249,8 @@ def linear_policy_loss(
         result = linear_logprob_entropy(hidden, weight, counted, **options)
         return loss_of(result.logprob, result.entropy)
     call = call_of(hidden, weight, counted, **options)
-    form = _form(call)
+    room = default_room(hidden.device) if workspace_bytes is None else workspace_bytes
+    form = _form(call, room)
     if form == "two passes":
         return loss_of(linear_logprob(hidden, weight, counted, **options))
     moving = kept
@@ -251,19 +264,35 @@ def linear_policy_loss(
     call = call._replace(target=torch.where(moving, counted, ignore_index))
     if form == "slope":
         return loss_of(_logprob_slope(*call)[0] + still)
-    room = default_room(hidden.device) if workspace_bytes is None else workspace_bytes
     return _formed_loss(call, room, still, loss_of)
 
 
-def _form(call: Call) -> str:
+def _form(call: Call, room: int) -> str:
     """How the gradients come about: "slope" and "formed" in the forward, or "two passes"."""
     trained = [tensor for tensor in call.differentiable[1:] if tensor is not None and tensor.requires_grad]
-    if call.triton or call.group or not torch.is_grad_enabled():
+    if call.group or not torch.is_grad_enabled() or not (trained or call.hidden.requires_grad):
         return "two passes"
     if not trained:
-        return "slope" if call.hidden.requires_grad else "two passes"
+        return "slope" if not call.triton or _keeps(call, call.workspace) else "two passes"
     exact = all(tensor.dtype == call.head.accumulate for tensor in trained)
-    return "formed" if exact and not torch.compiler.is_compiling() else "two passes"
+    # float16 dlogits need their units before any slope of the loss is known
+    fits = not call.triton or (call.compute != torch.float16 and _keeps(call, room))
+    return "formed" if exact and fits and not torch.compiler.is_compiling() else "two passes"
+
+
+def _keeps(call: Call, room: int) -> bool:
+    """Whether the Triton backend keeps a row block's logits."""
+    from ._linear_kept import kept_rows
+
+    return kept_rows(call.head, call.workspace, room, call.weight.requires_grad) > 0
+
+
+def _sweep_of(call: Call) -> "type[FormedSweep | KeptSweep]":
+    if not call.triton:
+        return FormedSweep
+    from ._linear_kept import KeptSweep
+
+    return KeptSweep
 
 
 def _formed_loss(call: Call, room: int, still: Tensor, loss_of: Callable[[Tensor], PolicyLoss]) -> PolicyLoss:
@@ -280,7 +309,7 @@ def _formed_loss(call: Call, room: int, still: Tensor, loss_of: Callable[[Tensor
     with torch.no_grad(), exact_products(call.hidden.device):
         index = live_rows(call, call.weight.shape[0])
         arguments = (call.head, call.hidden, call.target, call.row_temperature, index, wanted, call.workspace, room)
-        sweep = FormedSweep(*arguments, loss_slope)
+        sweep = _sweep_of(call)(*arguments, loss_slope)
         grads = sweep.run()
         loss, metrics = loss_of(still.reshape(-1).index_copy(0, index, sweep.logprob).view(still.shape))
     return PolicyLoss(FormedLoss.apply(loss, grads, *leaves), metrics)
