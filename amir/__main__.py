@@ -96,10 +96,10 @@ def _train(run: str, config: RunConfig | None, resume: bool) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     with joined_ranks() as ranks:
-        _train_with(ranks, *ranks.gather((path, config))[0], resume)
+        _train_with(ranks, *ranks.gather((path, config))[0], resume=resume)
 
 
-def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> None:
+def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) -> None:
     import torch
 
     from .display import Silence, Terminal, draw_curves

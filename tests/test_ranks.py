@@ -30,19 +30,27 @@ UNTIMED = ("loss", "preference_loss", "grad_norm", "kl", "pairs", "reward", "tok
 
 def run(folder: Path, name: str, ranks: int, *options: str, **changes: object) -> Path:
     """A run of the tiny model in FOLDER/NAME on `ranks` processes."""
+    done = ended(folder, name, ranks, *options, **changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FutureWarning" not in done.stderr, done.stderr
+    return folder / name
+
+
+def ended(
+    folder: Path, name: str, ranks: int, *options: str, more: str = "", **changes: object
+) -> subprocess.CompletedProcess[str]:
+    """The command of such a run, however it ends; `more` is text behind its settings."""
     if not (folder / "tiny").exists():
         model().save_pretrained(folder / "tiny")
         tokenizer().save_pretrained(folder / "tiny")
     settings = {"model": str(folder / "tiny"), "output_dir": str(folder / name), "max_steps": STEPS, "save_steps": 2}
-    (folder / f"{name}.yaml").write_text(config_yaml(run_config(**(settings | changes))))
+    (folder / f"{name}.yaml").write_text(config_yaml(run_config(**(settings | changes))) + more)
     launch = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
     path = os.pathsep.join(str(Path(entry).resolve()) for entry in [*sys.path, HERE] if entry)
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [*launch, str(HERE / "ranked_run.py"), str(folder / f"{name}.yaml"), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / name
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
 
 
 def metrics(path: Path) -> list[dict]:
@@ -97,6 +105,44 @@ def test_two_ranks_sample_from_the_model_itself(tmp_path, way: str) -> None:
     assert len({row["question"] for row in rows}) == 3
     assert len({row["completion"] for row in rows}) > 6
     assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in metrics(path)[:1] if row["ratio"] is not None)
+
+
+def test_fewer_prompts_than_ranks(tmp_path) -> None:
+    """A rank without a prompt of its own samples and evaluates nothing, and trains along."""
+    changes = {"prompts_per_step": 1, "eval_prompts": 1, "max_steps": 2, "num_generations": 8}
+    path = run(tmp_path, "few", 2, "--sample", **changes)
+    assert [row["groups_sampled"] for row in metrics(path)] == [1, 1]
+    assert [len(file.read_text().splitlines()) for file in sorted((path / "completions").iterdir())] == [2, 2, 8, 8]
+
+
+ONE_RANK_FAILS = (
+    "def moody(completions):\n    if len(completions) == 4: raise ValueError('few')\n    return [1.0] * 8\n"
+)
+ENDS = {
+    "a misspelt key": ({"more": "learning_rat: 1\n"}, "unknown key 'learning_rat'", "amir: "),
+    "a sampler that needs the model whole": (
+        {"lora": None, "sampler": {"name": "paged"}},
+        "amir: sampler.name = 'paged': on several ranks each holds a part of every weight",
+        "amir: ",
+    ),
+    "a reward that fails on one rank": (
+        {"rewards": [{"function": "mine.py:moody"}], "eval_prompts": 0},
+        "raised ValueError: few",
+        "moody",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
+    """By one rank, without a traceback of ours; what torchrun adds is its own."""
+    changes, words, once = ENDS[way]
+    (tmp_path / "mine.py").write_text(ONE_RANK_FAILS)
+    done = ended(tmp_path, "bad", 2, **changes)
+    assert done.returncode != 0
+    assert words in done.stderr, done.stderr
+    assert sum(once in line for line in done.stderr.splitlines()) == 1, done.stderr
+    assert "[rank" not in done.stderr, done.stderr
 
 
 def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
