@@ -410,7 +410,7 @@ def registers_and_spills(kernel, pointers, constants):
     signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    code = triton.compile(source, target=target).asm
+    code = triton.compile(source, target=target, options=kernels.RESOURCES if nvidia else {}).asm
     if nvidia:
         return spills_by_ptxas(code["ptx"])
     counts = {n: int(c) for n, c in re.findall(r"\\.(vgpr_count|[sv]gpr_spill_count):\\s+(\\d+)", code["amdgcn"])}

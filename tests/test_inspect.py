@@ -10,8 +10,13 @@ import pytest
 pytest.importorskip("triton")
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+KEPT = ["plain, kept logits", "all options, kept logits"]
 PLAN = [
     *((arch, "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]) for arch in NVIDIA),
+    *((arch, "bf16", ["stats_kernel"], KEPT) for arch in NVIDIA),
+    *((arch, "bf16", ["kept_dlogits_kernel"], None) for arch in NVIDIA),
+    ("sm_90", "fp32", ["stats_kernel"], KEPT),
+    ("gfx942", "bf16", ["stats_kernel"], KEPT),
     ("sm_90", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain, transposed head", "all options, transposed head"]),
     ("sm_100", "bf16", ["stats_kernel"], ["plain, transposed head", "all options, transposed head"]),
     *((arch, "fp32", ["stats_kernel"], ["plain", "all options"]) for arch in ("sm_80", "sm_90", "sm_100")),
@@ -46,6 +51,7 @@ def rows() -> list[dict]:
 def test_every_kernel_was_compiled(rows):
     assert {row["arch"] for row in rows} >= {*NVIDIA, "gfx942", "gfx1100"}
     kernels = {"stats_kernel", "dlogits_kernel", "merge_kernel", "_group_advantage_kernel", "_pass_at_k_kernel"}
+    kernels |= {"kept_dlogits_kernel"}
     assert {row["kernel"] for row in rows} == kernels | {"_pair_cap_kernel", "_pair_row_sums_kernel"}
 
 

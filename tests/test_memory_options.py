@@ -192,7 +192,8 @@ def test_checkpointed_layers_give_the_same_loss_and_gradient(family: str, offloa
     made = made_of(family, config)
     moved: list[tuple[int, ...]] = []
     kept = amir.load._to_cpu
-    monkeypatch.setattr(amir.load, "_to_cpu", lambda t: (moved.append(tuple(t.shape)), kept(t))[1])
+    # torch 2.11 also keeps an empty tensor of its own for each layer
+    monkeypatch.setattr(amir.load, "_to_cpu", lambda t: (t.numel() and moved.append(tuple(t.shape)), kept(t))[1])
     checkpoint_layers(made.support.body, offload=offload)
     layers = made.support.body.layers
     runs = [0]

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._linear_backward import FormDlogits, Slopes
 from ._linear_head import Head, Ranges, RowBlock, round_up, row_block, scratch_bytes
 from ._linear_torch import RowStats, empty_stats
-from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of, raw_logits, store_quarters
+from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of, raw_logits, store_parts
 from ._tile_table import LARGEST_TILE, Config, architecture_of, config_of, splits_of
 
 MERGE_ROWS = 128
@@ -100,7 +100,7 @@ def stats_kernel(
                 columns = column + tl.arange(0, BLOCK_V)
                 x = raw_logits(acc, bias, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE, HAS_BIAS, HAS_LORA)
                 if KEEP:
-                    store_quarters(kept, x, row, column, kept_row)
+                    store_parts(kept + tl.cast(row, tl.int64) * kept_row + column, x, kept_row, 8)
                 z, _cap_slope = finish_logits(x, heat, softcap, logit_scale, COMPUTE, CAPPED)
                 if column + BLOCK_V > V:
                     z = tl.where((columns < V)[None, :], z, float("-inf"))

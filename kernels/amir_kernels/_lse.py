@@ -110,27 +110,18 @@ def raw_logits(
 
 
 @triton.jit
-def _halves(x):
-    """The left and the right half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+def store_parts(at, x, row_stride, PARTS: tl.constexpr):
+    """A tile to the matrix whose entry for its corner is at `at`, a part of its columns at a time.
 
-
-@triton.jit
-def store_quarters(matrix, x, row, column, row_stride):
-    """A tile to (row, column) of a matrix that has room for all of it, a quarter of its columns at a time.
-
-    Whole rows are written through shared memory, which beside the operands' stages has room for no more.
+    Whole rows are written through shared memory and registers, which have no room for more beside operands and sums.
     """
-    width: tl.constexpr = x.shape[1] // 4
-    at = matrix + tl.cast(row, tl.int64) * row_stride + column
-    within = tl.arange(0, x.shape[0])[:, None] * row_stride + tl.arange(0, width)[None, :]
-    left, right = _halves(x)
-    first, second = _halves(left)
-    tl.store(at + within, first)
-    tl.store(at + width + within, second)
-    third, fourth = _halves(right)
-    tl.store(at + 2 * width + within, third)
-    tl.store(at + 3 * width + within, fourth)
+    if PARTS == 1:
+        tl.store(at + tl.arange(0, x.shape[0])[:, None] * row_stride + tl.arange(0, x.shape[1])[None, :], x)
+    else:
+        half: tl.constexpr = x.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, half)), (0, 2, 1)))
+        store_parts(at, left, row_stride, PARTS // 2)
+        store_parts(at + half, right, row_stride, PARTS // 2)
 
 
 @triton.jit

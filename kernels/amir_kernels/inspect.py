@@ -133,7 +133,7 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
             yield Launch(kernels.stats_kernel, form_kept, values_kept, *shared, flops, moved + logits, config)
             yield Launch(kernels.dlogits_kernel, form, values, *shared, flops * 4096 // vocabulary, tile, config)
     rows, columns = kernels.KEPT_TILE
-    values |= {"BLOCK_M": rows, "BLOCK_V": columns}
+    values = values | {"BLOCK_M": rows, "BLOCK_V": columns}
     elements, constants = ROWS * 4096, frozenset({"COMPUTE", "CAPPED", "BLOCK_M", "BLOCK_V"})
     moved = (4 + dtype.itemsize) * elements
     yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, DEFAULTS, 20 * elements, moved)

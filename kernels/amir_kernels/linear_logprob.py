@@ -293,8 +293,8 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The wider of the two dtypes; under autocast its dtype, unless an input is float64."""
     wider = torch.promote_types(hidden.dtype, weight.dtype)
     device = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if wider != torch.float64 and autocast:
+    # torch 2.11 does not trace `is_autocast_available`
+    if wider != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return wider
 
