@@ -37,20 +37,18 @@ def save_checkpoint(
     """
     target = folder / f"step-{step}"
     weights, moments = _whole_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
-    if not ranks.first:
-        ranks.wait()
-        return target
-    with _whole_or_absent(target) as staging:
-        _save_weights(staging, model, weights)
-        save_file(moments | _random_state(), staging / "optimizer.safetensors")
-        state = {
-            "format": FORMAT,
-            "step": step,
-            "data_position": data_position,
-            "parameters": list(named),
-            "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
-        }
-        (staging / "state.json").write_text(json.dumps(state))
+    if ranks.first:
+        with _whole_or_absent(target) as staging:
+            _save_weights(staging, model, weights)
+            save_file(moments | _random_state(), staging / "optimizer.safetensors")
+            state = {
+                "format": FORMAT,
+                "step": step,
+                "data_position": data_position,
+                "parameters": list(named),
+                "files": {path.name: _digest(path) for path in sorted(staging.iterdir())},
+            }
+            (staging / "state.json").write_text(json.dumps(state))
     ranks.wait()
     return target
 
@@ -183,7 +181,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = whole(value.clone() if key.startswith("qmap") else torch.as_tensor(value))
             if ranks.first:
-                tensors[f"{name}|{key}"] = tensor.cpu() if tensor is not value else tensor
+                tensors[f"{name}|{key}"] = tensor.cpu()
     return tensors
 
 

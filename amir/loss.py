@@ -54,6 +54,11 @@ class TokenBudget:
         self._say = say
         self._rows = self._held = 0
 
+    @classmethod
+    def of(cls, config: RunConfig, policy: Policy, say: Callable[[str], None] = lambda text: None) -> "TokenBudget":
+        """The run's, for the way its policy lays tokens out and the ranks it is trained on."""
+        return cls(config.micro_batch_tokens, packed=policy.packed, say=say, ranks=policy.ranks)
+
     def split(self, batch: Batch) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the batch; the latest is the one that `fit` blames."""
         for micro in self.ranks.deal(list(micro_batches(batch, self.tokens, packed=self.packed))):
@@ -99,7 +104,7 @@ def with_reference(policy: Policy, batch: Batch, config: RunConfig, budget: Toke
     if config.beta == 0 and not pairs:
         return batch
     with policy.reference():
-        budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed, ranks=policy.ranks)
+        budget = budget or TokenBudget.of(config, policy)
         return replace(batch, ref_logprobs=budget.fit(lambda: _score(policy, batch, batch.live, budget)))
 
 
@@ -112,7 +117,7 @@ def backward(
     sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that
     runs out of memory is taken again from zero in smaller ones.
     """
-    budget = budget or TokenBudget(config.micro_batch_tokens, packed=policy.packed, ranks=policy.ranks)
+    budget = budget or TokenBudget.of(config, policy)
 
     def undo() -> None:
         for parameter in policy.trainable().values():
@@ -125,9 +130,8 @@ def backward(
 def _backward(
     policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget
 ) -> tuple[Batch, Sums]:
-    split = [micro for micro in micro_batches(batch, budget.tokens, packed=budget.packed) if not micro.whole]
     sums: Sums = Counter()
-    weights = _pair_weights(policy, batch, split, config, sums, budget)
+    weights = _pair_weights(policy, batch, config, sums, budget)
     first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
     for micro in budget.split(batch):
         with policy.accumulating(last=micro.last):
@@ -205,14 +209,15 @@ def _correction(batch: Batch, rows: Tensor, old: Tensor, mask: Tensor, config: R
     return importance_weight(old, _cut(batch.sampled_logprobs, rows, mask), mask, config.correction)
 
 
-def _pair_weights(
-    policy: Policy, batch: Batch, parts: list[MicroBatch], config: RunConfig, sums: Sums, budget: TokenBudget
-) -> Tensor:
-    """d loss / d score `[B]` of the groups that the micro-batches `parts` split, from a pass without gradients.
+def _pair_weights(policy: Policy, batch: Batch, config: RunConfig, sums: Sums, budget: TokenBudget) -> Tensor:
+    """d loss / d score `[B]` of the groups that `budget` splits over micro-batches, from a pass without gradients.
 
     Zero elsewhere: a whole micro-batch forms its own pairs. Adds the value of the split groups' term to `sums`.
     """
-    if not parts or config.lambda_reg == 0:
+    if config.lambda_reg == 0:
+        return torch.zeros_like(batch.rewards)
+    parts = [micro for micro in micro_batches(batch, budget.tokens, packed=budget.packed) if not micro.whole]
+    if not parts:
         return torch.zeros_like(batch.rewards)
     split = torch.zeros_like(batch.live)
     split[torch.cat([part.rows for part in parts])] = True

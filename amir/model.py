@@ -111,9 +111,7 @@ class Policy:
         return self._run(lambda: self._logprobs_entropy(tokens))
 
     def _run(self, run: Callable[[], Result]) -> Result:
-        if self.sharded and not torch.is_grad_enabled():
-            return run_whole(self.forward, run)
-        return self.forward(run)
+        return self.forward(run) if torch.is_grad_enabled() else self.whole(run)
 
     def _logprobs(self, tokens: Tokens) -> Tensor:
         hidden, target = self._hidden_and_target(tokens)

@@ -80,10 +80,12 @@ class Ranks:
 
     def total_of_sums(self, sums: Counter[str]) -> Counter[str]:
         """Named sums over the ranks; a name need not be on all of them."""
+        if self.size == 1:
+            return sums
         made: Counter[str] = Counter()
         for part in self.gather({name: float(value) for name, value in sums.items()}):
             made.update(part)
-        return made if self.size > 1 else sums
+        return made
 
     def together(self, make: Callable[[], Result]) -> Result:
         """`make()` on every rank. Where it raises ConfigError on any, all end; the first has every message once."""

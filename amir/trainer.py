@@ -61,9 +61,7 @@ class Trainer:
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget(
-            self.config.micro_batch_tokens, packed=self.policy.packed, say=self.say, ranks=self.ranks
-        )
+        self.budget = TokenBudget.of(self.config, self.policy, self.say)
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:

@@ -12,19 +12,11 @@ import amir.__main__ as command
 import amir.rewards.runner
 import amir.trainer
 from amir.rollout import Rollout, rollout_of
-from tiny import EOS
+from tiny import EOS, Grader
 
 
-class ParityGrader:
+class ParityGrader(Grader):
     """1 where the sum of a completion's characters is odd, so that groups disagree and every step trains."""
-
-    given_up = 0
-
-    def __init__(self, timeout_seconds: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
         """The rewards."""

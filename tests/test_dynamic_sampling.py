@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from amir.rundir import RunDirectory
 from amir.tasks import TASKS
 from amir.trainer import Trainer
 from test_trainer import Lines, ParityGrader, rows, untimed
-from tiny import EOS, policy, run_config
+from tiny import EOS, crash_after, policy, run_config
 
 NAN = math.nan
 LETTERS = range(36, 60)
@@ -136,21 +135,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path) -> None:
     whole.train()
     assert whole.data_position > 4 * c.prompts_per_step
     cut = trainer(tmp_path / "cut", c, agree="123")
-
-    class Crash(Exception):
-        pass
-
-    step = cut.display.step
-
-    def crash(metrics: dict[str, Any]) -> None:
-        step(metrics)
-        if metrics["step"] == 3:
-            raise Crash
-
-    cut.display.step = crash
-    with pytest.raises(Crash):
-        cut.train()
-    cut.directory.close()
+    crash_after(cut, step=3)
     resumed = trainer(tmp_path / "cut", c, agree="123", resume=True)
     resumed.train()
     assert resumed.data_position == whole.data_position

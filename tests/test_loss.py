@@ -1,6 +1,7 @@
 """The training pass: gradients equal those of full logits in one piece, however the step is cut into micro-batches."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from amir.model import Policy
 from amir.optim import apply_update, make_optimizer
 from amir.rollout import sample
 from amir_kernels import reference
-from tiny import policy, run_config
+from tiny import distance, gradients, policy, run_config, sampled_batch
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+sampled = partial(sampled_batch, prompts=PROMPTS, rewards=REWARDS)
 WHOLE, THREE_PARTS, ROW_BY_ROW = 10_000, 20, 1
 TOLERANCE = 1e-4
 
@@ -29,21 +31,6 @@ OBJECTIVES = [
     {"loss_type": "sapo", "reward_margin": 0.5, "temperature": 0.7},
     {"pair_mining": "topk", "max_pairs_per_group": 2},
 ]
-
-
-def sampled(made: Policy, config: RunConfig) -> Batch:
-    rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    return with_reference(made, make_batch(rollout.tokens, REWARDS, rollout.truncated, config), config)
-
-
-def gradients(made: Policy) -> list[Tensor]:
-    return [p.grad.clone() for p in made.trainable().values()]
-
-
-def distance(left: list[Tensor], right: list[Tensor]) -> float:
-    """|| left - right || / || right || over all parameters."""
-    difference = sum(float((a - b).detach().square().sum()) for a, b in zip(left, right, strict=True))
-    return (difference / sum(float(b.detach().square().sum()) for b in right)) ** 0.5
 
 
 def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]], list[int], list[float], Policy]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 import amir.load
-from amir.batch import Batch, make_batch, micro_batches
+from amir.batch import make_batch, micro_batches
 from amir.checkpoint import load_checkpoint, save_checkpoint, save_result
 from amir.config import ConfigError, RunConfig, load_config
 from amir.load import apply_liger_layers, checkpoint_layers, load_policy, refuse_unavailable, wrap_policy
@@ -29,29 +30,15 @@ from amir.loss import TokenBudget, backward, objective_of, with_reference
 from amir.model import Policy
 from amir.optim import apply_update, make_optimizer
 from amir.rollout import sample
-from tiny import VOCAB, model, policy, run_config, tokenizer
+from tiny import VOCAB, distance, gradients, model, policy, run_config, sampled_batch, tokenizer
 
 PROMPTS = [list(range(5, 17)), list(range(40, 46)), list(range(60, 80))]
 REWARDS = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0])  # the second group is dead
+sampled = partial(sampled_batch, prompts=PROMPTS, rewards=REWARDS)
 WHOLE, THREE_PARTS = 1000, 45
 TOLERANCE = 1e-5
 
 QUANTIZED = pytest.mark.parametrize("bits", ["4bit", "8bit"])
-
-
-def sampled(made: Policy, config: RunConfig) -> Batch:
-    rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    return with_reference(made, make_batch(rollout.tokens, REWARDS, rollout.truncated, config), config)
-
-
-def gradients(made: Policy) -> list[Tensor]:
-    return [p.grad.clone() for p in made.trainable().values()]
-
-
-def distance(left: list[Tensor], right: list[Tensor]) -> float:
-    """|| left - right || / || right || over all parameters."""
-    difference = sum(float((a - b).detach().square().sum()) for a, b in zip(left, right, strict=True))
-    return (difference / sum(float(b.detach().square().sum()) for b in right)) ** 0.5
 
 
 def step(made: Policy, config: RunConfig, budget: TokenBudget | None = None) -> tuple[list[Tensor], float]:

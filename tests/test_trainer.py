@@ -24,7 +24,7 @@ from amir.prompts import prompt_ids
 from amir.rundir import RunDirectory, choose_output_dir
 from amir.tasks import TASKS, Example
 from amir.trainer import NO_PAIR_STEPS, Trainer
-from tiny import model, policy, run_config
+from tiny import Grader, crash_after, model, policy, run_config
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
 
@@ -80,16 +80,8 @@ def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMES and not k.endswith("_seconds")} for row in metrics]
 
 
-class ParityGrader:
+class ParityGrader(Grader):
     """Rewards what a random model does half of the time: an even number of characters."""
-
-    given_up = 0
-
-    def __init__(self, timeout_seconds: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
         return [float(len(c) % 2 == 0) for c in completions]
@@ -127,21 +119,7 @@ def test_a_run_leaves_config_metrics_completions_evaluations_checkpoints_and_ada
 def test_resuming_gives_the_same_bits_and_loses_nothing(tmp_path, changes: dict[str, object]) -> None:
     whole = run(tmp_path / "whole", run_config(max_steps=4, **changes))
     cut = trainer(tmp_path / "cut", run_config(max_steps=4, **changes))
-
-    class Crash(Exception):
-        pass
-
-    original = cut.display.step
-
-    def step(metrics: dict[str, Any]) -> None:
-        original(metrics)
-        if metrics["step"] == 3:
-            raise Crash
-
-    cut.display.step = step
-    with pytest.raises(Crash):
-        cut.train()
-    cut.directory.close()
+    crash_after(cut, step=3)
     resumed = run(tmp_path / "cut", run_config(max_steps=4, **changes), resume=True)
 
     assert resumed.display.finished_steps == 2

@@ -1,12 +1,20 @@
 """A model, a tokenizer and a run small enough for any test: random Llama, 101 tokens, one character a token."""
 
+from typing import Any
+
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from amir.batch import Batch, make_batch
 from amir.config import RunConfig
 from amir.load import wrap_policy
+from amir.loss import with_reference
 from amir.model import Policy
+from amir.rollout import sample
+from amir.trainer import Trainer
 
 PAD, EOS, BOS = 0, 1, 2
 VOCAB = 101
@@ -79,3 +87,51 @@ def policy(config: RunConfig | None = None, *, pad_is_eos: bool = False, moved: 
             for parameter in made.trainable().values():
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return made
+
+
+def sampled_batch(made: Policy, config: RunConfig, prompts: list[list[int]], rewards: Tensor) -> Batch:
+    """A batch of four completions of each prompt, with reference log-probs where the loss needs them."""
+    rollout = sample(made, prompts, 4, 9, seed=3)
+    return with_reference(made, make_batch(rollout.tokens, rewards, rollout.truncated, config), config)
+
+
+def gradients(made: Policy) -> list[Tensor]:
+    """Copies of the trained parameters' gradients."""
+    return [p.grad.clone() for p in made.trainable().values()]
+
+
+def distance(left: list[Tensor], right: list[Tensor]) -> float:
+    """|| left - right || / || right || over all parameters."""
+    difference = sum(float((a - b).detach().square().sum()) for a, b in zip(left, right, strict=True))
+    return (difference / sum(float(b.detach().square().sum()) for b in right)) ** 0.5
+
+
+class Grader:
+    """What stands in for `Correctness`; its subclasses say what a completion earns."""
+
+    given_up = 0
+
+    def __init__(self, timeout_seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def crash_after(run: Trainer, step: int) -> None:
+    """Trains until the step has been shown, where the process dies as far as the run can tell."""
+
+    class Crash(Exception):
+        pass
+
+    show = run.display.step
+
+    def crash(metrics: dict[str, Any]) -> None:
+        show(metrics)
+        if metrics["step"] == step:
+            raise Crash
+
+    run.display.step = crash
+    with pytest.raises(Crash):
+        run.train()
+    run.directory.close()
