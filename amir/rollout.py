@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from .batch import Tokens
 from .config import DIVERGED, GenerateSampling, PagedSampling, RunConfig, RunStopped
@@ -154,7 +155,7 @@ def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_ne
         hidden, prefilled = policy.prefill(ids[:, :-1], mask[:, :-1])
         if not bool(hidden[mask[:, :-1]].isfinite().all()):
             raise RunStopped(_NOT_FINITE)
-        prefilled.batch_repeat_interleave(group_size)
+        _expand(prefilled, group_size, max_new_tokens)
         cache = {policy.cache_argument: prefilled}
     try:
         return policy.base.generate(
@@ -167,6 +168,47 @@ def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_ne
         if "probability tensor" not in str(error):
             raise
         raise RunStopped(_NOT_FINITE) from None
+
+
+class _Reserved(DynamicLayer):
+    """A prompt's keys and values `[N, heads, P, D]` for each completion of its group, with room for those to come.
+
+    Transformers' own layer copies everything it holds for every token that is added.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, group_size: int, room: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.reserved = [_with_room(x, group_size, room) for x in (keys, values)]
+        self._show(keys.shape[2])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds tokens behind those that are there; returns all."""
+        before = self.get_seq_length()
+        for reserved, new in zip(self.reserved, (key_states, value_states), strict=True):
+            reserved[:, :, before : before + new.shape[2]] = new
+        return self._show(before + key_states.shape[2])
+
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = (reserved[:, :, :length] for reserved in self.reserved)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def _with_room(x: Tensor, group_size: int, room: int) -> Tensor:
+    rows, heads, length, size = x.shape
+    reserved = x.new_empty(rows * group_size, heads, length + room, size)
+    reserved.unflatten(0, (rows, group_size))[:, :, :, :length] = x[:, None]
+    return reserved
+
+
+def _expand(cache: Any, group_size: int, room: int) -> None:
+    """Gives each completion of a prompt's group the prompt's cache; layers that hold all tokens get room for more."""
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            cache.layers[place] = _Reserved(layer.keys, layer.values, group_size, room)
+        else:
+            layer.batch_repeat_interleave(group_size)
 
 
 _NOT_FINITE = f"the policy computes NaN or infinity, so nothing can be sampled; {DIVERGED}"

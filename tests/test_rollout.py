@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, GPT2Config, Qwen2Config
 
-from amir.rollout import completion_masks, joined, make_sampler, rollout_of, sample
-from tiny import EOS, PAD, policy, run_config
+from amir.load import wrap_policy
+from amir.rollout import _Reserved, completion_masks, joined, make_sampler, rollout_of, sample
+from tiny import EOS, PAD, model, policy, run_config, tokenizer
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
 
@@ -23,8 +24,27 @@ def test_any_of_several_eos_ids_ends_a_completion() -> None:
     assert truncated.tolist() == [False, False, True]
 
 
-def test_prefilling_once_samples_what_plain_generation_samples() -> None:
-    made = policy()
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+WINDOWS = {"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+BASES = {
+    "llama": None,
+    "qwen2": Qwen2Config(**SIZES, **WINDOWS, use_sliding_window=True, initializer_range=0.2),
+    "gemma3": Gemma3TextConfig(**SIZES, **WINDOWS, head_dim=8, initializer_range=0.2),
+    "gpt2": GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_prefilling_once_samples_what_plain_generation_samples(name: str) -> None:
+    torch.manual_seed(0)
+    base = model() if BASES[name] is None else AutoModelForCausalLM.from_config(BASES[name])
+    made = wrap_policy(base, tokenizer(), run_config())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
     ids = rollout.tokens.prompt_ids.repeat_interleave(4, 0)
     mask = rollout.tokens.prompt_mask.long().repeat_interleave(4, 0)
@@ -33,6 +53,22 @@ def test_prefilling_once_samples_what_plain_generation_samples() -> None:
     with torch.no_grad():
         expected = made.base.generate(input_ids=ids, attention_mask=mask, generation_config=plain)[:, ids.shape[1] :]
     assert torch.equal(rollout.tokens.completion_ids, expected)
+
+
+def test_what_is_cached_of_the_prompt_is_not_copied_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, places = policy(), []
+    update = _Reserved.update
+
+    def spy(layer: _Reserved, *states: torch.Tensor, **others: object) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = update(layer, *states, **others)
+        places.append((id(layer), keys.data_ptr(), values.data_ptr(), keys.shape[2]))
+        return keys, values
+
+    monkeypatch.setattr(_Reserved, "update", spy)
+    width = sample(made, PROMPTS, 4, 9, seed=3).tokens.completion_ids.shape[1]
+    longest = max(map(len, PROMPTS))
+    assert [place[3] for place in places] == [n for n in range(longest, longest + width) for _layer in range(2)]
+    assert len({place[:3] for place in places}) == 2
 
 
 def test_sampling_repeats_with_its_seed_and_leaves_the_global_state_alone() -> None:
@@ -51,9 +87,6 @@ def test_one_token_prompts_and_one_new_token() -> None:
 
 
 def test_sampling_defaults_of_the_models_page_are_dropped() -> None:
-    from amir.load import wrap_policy
-    from tiny import model, tokenizer
-
     base = model()
     base.generation_config = GenerationConfig(
         do_sample=True, top_p=0.1, top_k=3, repetition_penalty=5.0, temperature=0.1, eos_token_id=[EOS, 7]
