@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
+from amir_kernels.inspect import _amd_occupancy
+
 triton = pytest.importorskip("triton")
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+AMD = ("gfx942", "gfx1100")
 KEPT = ["plain, kept logits", "all options, kept logits"]
 PLAN = [
     *((arch, "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]) for arch in NVIDIA),
@@ -22,7 +25,13 @@ PLAN = [
     *((arch, "fp32", ["stats_kernel"], ["plain", "all options"]) for arch in ("sm_80", "sm_90", "sm_100")),
     *((arch, "bf16", ["merge_kernel", "_group", "_pass_at_k", "_pair"], None) for arch in ("sm_90", "sm_120")),
     ("gfx942", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),
-    ("gfx1100", "bf16", ["stats_kernel", "dlogits_kernel"], ["all options"]),
+    ("gfx1100", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),
+    ("sm_90", "fp16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),
+    ("sm_90", "fp16", ["stats_kernel"], KEPT),
+    ("sm_90", "fp16", ["stats_kernel", "dlogits_kernel"], ["plain, transposed head", "all options, transposed head"]),
+    *((arch, "fp16", ["stats_kernel"], ["plain", "all options"]) for arch in ("sm_80", "sm_100", "sm_120")),
+    *((arch, "fp16", ["stats_kernel"], KEPT[1:]) for arch in ("sm_80", "sm_100", "sm_120")),
+    *((arch, "fp16", ["stats_kernel"], ["plain", "all options"]) for arch in AMD),
 ]
 """Every row of the table plain and with every option, where it is used: (architecture, dtype, kernels, forms)."""
 SCRIPT = """
@@ -49,7 +58,7 @@ def rows() -> list[dict]:
 
 
 def test_every_kernel_was_compiled(rows):
-    assert {row["arch"] for row in rows} >= {*NVIDIA, "gfx942", "gfx1100"}
+    assert {row["arch"] for row in rows} >= {*NVIDIA, *AMD}
     kernels = {"stats_kernel", "dlogits_kernel", "merge_kernel", "_group_advantage_kernel", "_pass_at_k_kernel"}
     kernels |= {"kept_dlogits_kernel"}
     assert {row["kernel"] for row in rows} == kernels | {"_pair_cap_kernel", "_pair_row_sums_kernel"}
@@ -64,16 +73,25 @@ def test_nothing_spills_and_everything_fits(rows):
     for row in rows:
         allowed = SPILLS_BEFORE_3_7.get((row["arch"], row["kernel"], row["form"]), 0) if older else 0
         assert row["spill_bytes"] <= allowed, row
-        if row["arch"] in NVIDIA:
-            assert row["programs_per_multiprocessor"] >= row.get("programs_launched", 1), row
+        assert row["programs_per_multiprocessor"] >= row.get("programs_launched", 1), row
 
 
 def test_sixteen_bit_products_use_matrix_instructions(rows):
     for row in rows:
-        if row["dtype"] == "bf16" and "tile" in row:
+        if row["dtype"] != "fp32" and "tile" in row:
             assert row["loop_products"] > 0, row
             assert row["matrix_instructions"] > 0, row
             assert row["arch"] not in NVIDIA or (row["wgmma"] > 0) == (row["arch"] == "sm_90"), row
+
+
+def test_float16_is_compiled_as_float16(rows):
+    """Instructions up to sm_90, and those of sm_120, name bfloat16; those of sm_100 take the dtype from a register."""
+    seen = set()
+    for row in rows:
+        if row["arch"] in NVIDIA and row["arch"] != "sm_100" and "tile" in row:
+            assert row["bf16"] == (row["matrix_instructions"] if row["dtype"] == "bf16" else 0), row
+            seen.add((row["arch"], row["dtype"]))
+    assert {("sm_80", "fp16"), ("sm_90", "fp16"), ("sm_120", "fp16"), ("sm_90", "bf16")} <= seen
 
 
 def test_copies_run_ahead_of_the_products(rows):
@@ -105,6 +123,47 @@ def test_bytes_and_flops_are_counted_and_the_prediction_is_the_larger(rows):
         if row["arch"] == "sm_90" and row["kernel"] == "stats_kernel" and row["dtype"] == "bf16"
     }
     assert h200 == pytest.approx(2 * 8192 * 2048 * 151_936 / 989e12 * 1e3, rel=1e-3)
+
+
+HAND = [
+    # 184 registers a wave: 2 waves of 512, one program of 8 waves on 4 SIMDs
+    ("gfx942", 180, 8, 34_816, 1, 2),
+    # 96: 5 waves, two programs by registers and by shared memory
+    ("gfx942", 92, 8, 32_768, 2, 4),
+    ("gfx942", 64, 4, 0, 8, 8),
+    ("gfx942", 65, 4, 0, 7, 7),
+    # 264, accumulation registers included: one wave of a SIMD, four of the eight
+    ("gfx942", 257, 8, 0, 0, 0),
+    # 10,240 bytes of 65,536
+    ("gfx942", 20, 4, 10_000, 6, 6),
+    # 16 barriers
+    ("gfx942", 20, 1, 0, 16, 4),
+    ("gfx942", 20, 4, 65_537, 0, 0),
+    # 192: 8 waves of 1,536, four programs on the 4 SIMDs of two compute units
+    ("gfx1100", 190, 8, 20_480, 4, 8),
+    # 216: 7 waves, three programs and a half
+    ("gfx1100", 195, 8, 20_480, 3, 6),
+    ("gfx1100", 96, 4, 0, 16, 16),
+    ("gfx1100", 97, 4, 0, 12, 12),
+    # 32,768 bytes of 131,072; one program has no more than 65,536
+    ("gfx1100", 96, 4, 32_768, 4, 4),
+    ("gfx1100", 96, 4, 65_537, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("architecture", "registers", "warps", "shared", "programs", "waves"), HAND)
+def test_programs_and_waves_of_amd_by_hand(architecture, registers, warps, shared, programs, waves):
+    found = _amd_occupancy(architecture, registers, warps, shared)
+    assert found == {"programs_per_multiprocessor": programs, "waves_per_simd": waves}
+
+
+def test_waves_by_registers_are_the_compilers_own(rows):
+    seen = [row for row in rows if row["arch"] in AMD]
+    assert {row["arch"] for row in seen} == set(AMD)
+    for row in seen:
+        alone = _amd_occupancy(row["arch"], row["registers"], 4, 0)["waves_per_simd"]
+        assert alone == row["waves_per_simd_by_registers"] >= row["waves_per_simd"] > 0, row
+        assert row["accumulation_registers"] <= row["registers"], row
 
 
 def test_command_prints_one_kernel_and_names_the_prediction():

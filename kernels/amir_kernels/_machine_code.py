@@ -106,17 +106,21 @@ def nvidia_facts(cubin: bytes) -> dict[str, Any]:
         "matrix_instructions": _count(MATRIX, lines),
         "wgmma": _count("HGMMA", lines),
         "tf32": _count("TF32", lines),
+        "bf16": _count(MATRIX + r"\S*\bBF16", lines),
         "async_copies": _count(r"\b(LDGSTS|UTMALDG)", lines),
         "tensor_copies": _count(r"\bUTMALDG", lines),
     } | _loop_facts(code)
 
 
 def amd_facts(text: str) -> dict[str, Any]:
-    counts = {name: int(number) for name, number in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
+    """`registers` are a lane's vector registers in all, those for accumulation (CDNA) included."""
+    counts = {name: int(number) for name, number in re.findall(r"\.([av]gpr_count|vgpr_spill_count):\s+(\d+)", text)}
     code = _gcn(text)
     lines = [line.text for line in code]
     return {
         "registers": counts["vgpr_count"],
+        "accumulation_registers": counts.get("agpr_count", 0),
         "spill_bytes": 4 * max(counts["vgpr_spill_count"], _count(r"\bscratch_(load|store)", lines)),
         "matrix_instructions": _count(MATRIX, lines),
+        "waves_per_simd_by_registers": int(re.findall(r"; Occupancy: (\d+)", text)[0]),
     } | _loop_facts(code)

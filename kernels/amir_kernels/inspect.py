@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._linear_head import Head, Lora
+from ._linear_head import Head, Lora, round_up
 from ._machine_code import amd_facts, nvidia_facts
 from ._tile_table import Config, config_of, splits_of
 
@@ -56,6 +56,30 @@ SHARED_BYTES = {80: 167_936, 90: 233_472, 100: 233_472}
 """of a multiprocessor; 102,400 on the others"""
 MAX_WARPS = {80: 64, 90: 64, 100: 64}
 """of a multiprocessor; 48 on the others"""
+
+
+class Amd(NamedTuple):
+    """A multiprocessor of AMD's and how it is shared out: the ISA's manuals, and LLVM's guide to the AMDGPU backend."""
+
+    simds: int
+    registers: int
+    """vector registers of a SIMD, for each lane; those for accumulation are among them"""
+    granule: int
+    """a wave gets a multiple of this"""
+    waves: int
+    """of a SIMD, at most"""
+    shared: int
+    programs: int
+    """at most, where a program has several waves: each needs a barrier"""
+
+
+AMD = {
+    "gfx942": Amd(simds=4, registers=512, granule=8, waves=8, shared=65_536, programs=16),
+    # Waves of 32. A program's waves are spread over the two compute units of a WGP, which is what counts as one here.
+    "gfx1100": Amd(simds=4, registers=1536, granule=24, waves=16, shared=131_072, programs=32),
+}
+AMD_SHARED_GRANULE, AMD_SHARED_LIMIT = 512, 65_536
+"""Bytes: a program gets a multiple of one, and at most the other."""
 
 
 class Launch(NamedTuple):
@@ -203,6 +227,15 @@ def _programs_per_multiprocessor(number: int, registers: int, warps: int, shared
     return min(by_registers, by_shared, by_tensor_memory, MAX_WARPS.get(number, 48) // warps)
 
 
+def _amd_occupancy(architecture: str, registers: int, warps: int, shared: int) -> dict[str, int]:
+    """Programs of a multiprocessor and waves of a SIMD; 0: the kernel cannot be launched."""
+    amd = AMD[architecture]
+    waves = min(amd.waves, amd.registers // round_up(max(registers, 1), amd.granule))
+    by_shared = amd.shared // round_up(max(shared, 1), AMD_SHARED_GRANULE) if shared <= AMD_SHARED_LIMIT else 0
+    programs = min(waves * amd.simds // warps, by_shared, amd.programs)
+    return {"programs_per_multiprocessor": programs, "waves_per_simd": programs * warps // amd.simds}
+
+
 def _predicted(architecture: str, single: bool, launch: Launch) -> dict[str, Any]:
     """Milliseconds by flops and by bytes for the cards of an architecture."""
     out = {}
@@ -232,12 +265,16 @@ def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
         row |= {"tile": list(config[:3]), "operands": "descriptors" if config.descriptors else "pointers"}
         row |= {"stages_in_shared": shared // stage, "programs_launched": config.programs}
     warps = launch.resources["num_warps"]
-    row |= {"warps": warps, "shared_bytes": shared, "tensor_memory_columns": getattr(compiled.metadata, "tmem_size", 0)}
+    row |= {"warps": warps, "shared_bytes": shared}
+    if nvidia:
+        row["tensor_memory_columns"] = getattr(compiled.metadata, "tmem_size", 0)
     row |= found
     if nvidia:
         row["programs_per_multiprocessor"] = _programs_per_multiprocessor(
             number, found["registers"], warps, shared, row["tensor_memory_columns"]
         )
+    else:
+        row |= _amd_occupancy(architecture, found["registers"], warps, shared)
     single = config is None or dtype == "fp32"
     predicted = _predicted(architecture, single, launch)
     return row | {"flops": launch.flops, "bytes_moved": launch.bytes, "predicted": predicted}
