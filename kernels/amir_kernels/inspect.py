@@ -22,8 +22,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 ROWS, VOCABULARY, RANK = 8192, 151_936, 16
-DEFAULTS = {"num_warps": 4, "num_stages": 3}
-"""of a launch that names none"""
 GROUP, COMPLETIONS = 16, 8192
 
 
@@ -91,7 +89,7 @@ class Launch(NamedTuple):
     """argument: value, or type where it is a pointer"""
     constants: frozenset[str]
     resources: dict[str, int]
-    """num_warps and the like"""
+    """num_warps and the like, where the launch names them"""
     flops: int
     bytes: int
     """that must come from and go to device memory at least"""
@@ -160,18 +158,18 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
     values = values | {"BLOCK_M": rows, "BLOCK_V": columns}
     elements, constants = ROWS * 4096, frozenset({"COMPUTE", "CAPPED", "BLOCK_M", "BLOCK_V"})
     moved = (4 + dtype.itemsize) * elements
-    yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, DEFAULTS, 20 * elements, moved)
+    yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, {}, 20 * elements, moved)
     splits = splits_of(vocabulary, config)[0]
     values = {"partial": "*fp32", "merged": "*fp32", "N": ROWS, "splits": splits, "BLOCK": kernels.MERGE_ROWS}
     moved = 12 * ROWS * (splits + 1)
-    yield Launch(kernels.merge_kernel, "", values, frozenset({"BLOCK"}), DEFAULTS, 12 * ROWS * splits, moved)
+    yield Launch(kernels.merge_kernel, "", values, frozenset({"BLOCK"}), {}, 12 * ROWS * splits, moved)
 
 
 def _group_launches() -> Iterator[Launch]:
     """Advantages and pairs of groups of 16. A row's programs read its whole group: their flops grow with its size."""
     from . import _group_kernels as kernels
 
-    count, pairs, resources = COMPLETIONS, COMPLETIONS * GROUP, DEFAULTS | kernels.RESOURCES
+    count, pairs, resources = COMPLETIONS, COMPLETIONS * GROUP, kernels.RESOURCES
     rounding: dict[str, Any] = {"ROUNDING": 4 * 2.0**-23}
     groups = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
     for block in (GROUP, kernels.MAX_GROUP_BLOCK):
@@ -200,10 +198,8 @@ def _group_launches() -> Iterator[Launch]:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def _source(launch: Launch, nvidia: bool) -> Any:
-    """The kernel as the launcher specializes it: pointers and multiples of 16 carry that hint, ones are constants."""
-    from triton.compiler import ASTSource
-
+def specialization(launch: Launch, nvidia: bool) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """(types, constants, hints) as the launcher finds them: ones are constants, multiples of 16 and pointers hinted."""
     signature, constants, hints = {}, {}, {}
     for place, name in enumerate(launch.kernel.arg_names):
         value = launch.values[name]
@@ -216,7 +212,7 @@ def _source(launch: Launch, nvidia: bool) -> Any:
             hints[(place,)] = [["tt.divisibility", 16]]
         if pointer and not nvidia:
             hints[(place,)].append(["tt.pointer_range", 32])
-    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
+    return signature, constants, hints
 
 
 def _programs_per_multiprocessor(number: int, registers: int, warps: int, shared: int, tensor_columns: int) -> int:
@@ -250,13 +246,16 @@ def _predicted(architecture: str, single: bool, launch: Launch) -> dict[str, Any
 def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     nvidia = architecture.startswith("sm_")
     number = int(architecture[3:]) if nvidia else 0
     warp = 64 if architecture.startswith("gfx9") else 32
     target = GPUTarget("cuda", number, 32) if nvidia else GPUTarget("hip", architecture, warp)
     resources = {name: value for name, value in launch.resources.items() if nvidia or name != "maxnreg"}
-    compiled = triton.compile(_source(launch, nvidia), target=target, options=resources)
+    signature, constants, hints = specialization(launch, nvidia)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
+    compiled = triton.compile(source, target=target, options=resources)
     found = nvidia_facts(compiled.asm["cubin"]) if nvidia else amd_facts(compiled.asm["amdgcn"])
     shared, config = compiled.metadata.shared, launch.config
     row = {"kernel": launch.kernel.fn.__name__, "form": launch.form, "arch": architecture, "dtype": dtype}
@@ -264,7 +263,7 @@ def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
         stage = (config.rows + config.columns) * config.depth * DTYPES[dtype].itemsize
         row |= {"tile": list(config[:3]), "operands": "descriptors" if config.descriptors else "pointers"}
         row |= {"stages_in_shared": shared // stage, "programs_launched": config.programs}
-    warps = launch.resources["num_warps"]
+    warps = compiled.metadata.num_warps
     row |= {"warps": warps, "shared_bytes": shared}
     if nvidia:
         row["tensor_memory_columns"] = getattr(compiled.metadata, "tmem_size", 0)
