@@ -217,7 +217,19 @@ def test_dtypes_and_no_graph():
         assert not got.requires_grad
     for dtype in (torch.int64, torch.bool):
         assert torch.equal(group_advantage(EIGHT.to(dtype), 8), group_advantage(EIGHT, 8))
-    assert group_advantage(torch.zeros(0), 4).shape == (0,)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("group", [4, torch.zeros(0, dtype=torch.int64)], ids=["size", "ids"])
+def test_no_rows(backend, group):
+    for baseline, scale in product(("mean", "leave_one_out", "none"), ("std", "batch", "bernoulli", "none")):
+        got = group_advantage(torch.zeros(0), group, baseline=baseline, scale=scale, backend=backend)
+        assert (got.shape, got.dtype) == ((0,), torch.float32)
+    summed = group_advantage(torch.zeros(0, 2), group, combine="normalize_then_sum", backend=backend)
+    assert summed.shape == (0,)
+    assert pass_at_k_advantage(torch.zeros(0), group, 2, backend=backend).shape == (0,)
+    with pytest.raises(ValueError, match="group=0 must be at least 1"):
+        group_advantage(torch.zeros(0), 0, backend=backend)
 
 
 @pytest.mark.parametrize(

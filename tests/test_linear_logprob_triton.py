@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amir_kernels import linear_logprob, linear_logprob_entropy, reference
+from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
 from amir_kernels._tile_table import TABLE, Config, config_of, describable, splits_of
 from closeness import assert_as_good_as
 from head_cases import option_cases, options_of, run, tensors, upstream, use_tiles
@@ -181,14 +181,44 @@ def test_triton_reads_a_transposed_head_in_place():
     judge_triton(inputs, target, upstream(target))
 
 
-@pytest.mark.parametrize(("rows", "hidden_size"), [(0, 16), (5, 0)])
+EMPTY = [(0, 16, 70, 0), (5, 16, 70, 5), (5, 0, 70, 0), (5, 0, 70, 5), (0, 0, 70, 0), (5, 16, 1, 2), (1, 0, 1, 0)]
+
+
+@pytest.mark.parametrize(("rows", "hidden_size", "vocabulary", "ignored"), EMPTY)
+@pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.usefixtures("small_pointers")
-def test_triton_without_rows_and_without_hidden_size(rows, hidden_size):
-    hidden = torch.zeros(rows, hidden_size, requires_grad=True)
-    result = linear_logprob_entropy(hidden, torch.zeros(70, hidden_size), torch.arange(rows), backend="triton")
-    (result.logprob + result.entropy).sum().backward()
-    torch.testing.assert_close(result.logprob, torch.full((rows,), 70.0).log().neg())
-    assert hidden.grad.shape == hidden.shape
+def test_triton_sizes_of_nothing_and_one(rows, hidden_size, vocabulary, ignored, everything):
+    """No rows, none that counts, no hidden size, one token: results and all gradients are the reference's."""
+    inputs = {"hidden": torch.randn(rows, hidden_size), "weight": torch.randn(vocabulary, hidden_size)}
+    if everything:
+        inputs |= {"bias": torch.randn(vocabulary), "a": torch.randn(2, hidden_size), "b": torch.randn(vocabulary, 2)}
+    inputs = {name: value.requires_grad_() for name, value in inputs.items()}
+    target = torch.arange(rows) % vocabulary
+    target[:ignored] = -100
+    options = {"temperature": torch.rand(rows) + 0.5, "softcap": 3.0} if everything else {}
+    grads = [torch.linspace(-1, 2, rows)] * 3
+    ours = run(linear_logprob_entropy, inputs, target, grads, backend="triton", **options)
+    theirs = run(reference.linear_logprob_entropy, inputs, target, grads, **options)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], msg=name)
+    if ignored == rows:
+        assert all((value == 0).all() for value in ours.values())
+    alone = linear_logprob(inputs["hidden"], inputs["weight"], target, backend="triton")
+    expected = reference.linear_logprob(inputs["hidden"], inputs["weight"], target)
+    torch.testing.assert_close(alone, expected)
+
+
+@pytest.mark.parametrize("weight", [torch.empty(0, 16), torch.empty(0)])
+def test_triton_refuses_an_empty_shard_with_the_way_out(weight):
+    hidden, target = torch.randn(5, 16), torch.zeros(5, dtype=torch.int64)
+    rows = {"advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, 5])}
+    for call in (
+        lambda: linear_logprob(hidden, weight, target, backend="triton"),
+        lambda: linear_logprob_entropy(hidden, weight, target, backend="triton"),
+        lambda: linear_policy_loss(hidden, weight, target, None, **rows, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match=r"empty shard of shape .*gather it first.*GatheredParameters"):
+            call()
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------

@@ -132,6 +132,35 @@ def test_kept_logits_around_the_block_edges(trained, rows, hidden_size, vocabula
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "hidden_size", "vocabulary", "ignored"),
+    [((0, 4), 16, 70, 0), ((2, 0), 16, 70, 0), ((2, 3), 16, 70, 6), ((2, 3), 0, 70, 0), ((2, 3), 16, 1, 1)],
+)
+def test_sizes_of_nothing_and_one(monkeypatch, shape, hidden_size, vocabulary, ignored, trained, kept):
+    """No completions, none with a token, none that counts, no hidden size, one token; kept logits and two passes."""
+    if not kept:
+        monkeypatch.setattr(_linear_kept, "kept_rows", lambda *_: 0)
+    hidden = torch.randn(*shape, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=trained)
+    target = torch.arange(hidden.shape[:2].numel()).view(shape) % vocabulary
+    target.view(-1)[:ignored] = -100
+    weights = torch.linspace(-1, 2, shape[0])
+    outcomes = []
+    for function, options in ((linear_policy_loss, {"backend": "triton"}), (reference.linear_policy_loss, {})):
+        loss, metrics = function(
+            hidden, weight, target, torch.full(shape, -4.0), weights, preference_weights=weights / 3, **options
+        )
+        wanted = [hidden, weight][: 1 + trained]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        outcomes.append({"loss": loss.detach(), **metrics} | dict(enumerate(grads)))
+    ours, theirs = outcomes
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], msg=str(name))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("room", [80_000, 150_000, 2**25])
 def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, room):

@@ -218,12 +218,32 @@ def test_no_pair(backend, rewards):
         assert (scores.grad == 0).all()
 
 
-def test_no_rows():
-    scores = torch.zeros(0, requires_grad=True)
-    got = preference_loss(scores, torch.zeros(0), 4)
-    got.loss.backward()
-    assert got.loss == 0
-    assert scores.grad.shape == (0,)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("group", [4, torch.zeros(0, dtype=torch.int64)], ids=["size", "ids"])
+@pytest.mark.parametrize("options", [{}, {"max_pairs_per_group": 3}, {"pair_mining": "topk"}], ids=str)
+def test_no_rows(backend, group, options):
+    for reduction in ("mean", "group_mean", "sum"):
+        scores, rewards = torch.zeros(0, requires_grad=True), torch.zeros(0)
+        got = preference_loss(scores, rewards, group, reduction=reduction, backend=backend, **options)
+        got.loss.backward()
+        assert got == (0, 0, 0, 0)
+        assert scores.grad.shape == (0,)
+        weights = preference_weights(scores, rewards, group, reduction=reduction, backend=backend, **options)
+        assert weights.shape == (0,)
+        assert not weights.requires_grad
+
+
+def test_sequences_without_rows_and_without_tokens():
+    """A sequence without a token has the score 0; no row, no score."""
+    for normalize in ("mean", "sum"):
+        for rows in (0, 2):
+            logprobs = torch.zeros(rows, 0, requires_grad=True)
+            score = sequence_logprob(logprobs, normalize=normalize)
+            score.sum().backward()
+            assert torch.equal(score, torch.zeros(rows))
+            assert logprobs.grad.shape == (rows, 0)
+            packed = sequence_logprob(torch.zeros(0), cu_seqlens=torch.zeros(rows + 1).long(), normalize=normalize)
+            assert torch.equal(packed, torch.zeros(rows))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, under the interpreter
