@@ -270,6 +270,35 @@ def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
     assert linear_policy_loss(*arguments, cu_seqlens=cu_seqlens, workspace_bytes=workspace).loss.isfinite()
 
 
+@pytest.mark.parametrize("rows", [1, 40, 96, 100, 300])
+@pytest.mark.parametrize("vocabulary", [2048, 2055])  # the second ends in a tile that holds fewer rows
+def test_gradients_whose_logits_wait_in_the_weights_gradient(rows, vocabulary):
+    """Up to H = 96 rows are one block; the others follow in blocks of their own."""
+    inputs, target = tensors(rows=(rows,), hidden_size=96, vocabulary=vocabulary, rank=2)
+    names, leaves = zip(*inputs.items(), strict=True)
+    options = {"bias": inputs["bias"], "lora": (inputs["a"], inputs["b"], 0.5), "softcap": 5.0, "temperature": 0.7}
+    arguments = (*leaves[:2], target, None, torch.ones(1, dtype=torch.float64))
+    ours, theirs = (
+        torch.autograd.grad(
+            f(*arguments, objective="reinforce", cu_seqlens=torch.tensor([0, rows]), **options).loss, leaves
+        )
+        for f in (linear_policy_loss, reference.linear_policy_loss)
+    )
+    for name, mine, expected in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("rows", "kept_rows"), [(64, 0), (96, 0), (112, 16)])
+def test_logits_of_as_many_rows_as_the_hidden_size_need_no_room(rows, kept_rows):
+    """Beyond the gradients: a tile of logits and its copy, five numbers a hidden one, and what other rows keep."""
+    hidden, weight = (torch.randn(n, 96, requires_grad=True) for n in (rows, 20_000))
+    target = torch.randint(0, 20_000, (rows,))
+    with LiveBytes(hidden, weight, target) as live:
+        linear_policy_loss(hidden, weight, target, None, torch.ones(1), cu_seqlens=torch.tensor([0, rows]))
+    kept = 4 * kept_rows * 20_000
+    assert kept <= live.peak - hidden.nbytes - weight.nbytes <= kept + 4 * 96 * (2 * 1024 + 5 * 96) + 2000 * rows
+
+
 def test_the_backward_of_a_frozen_head_holds_the_slope_and_its_gradient_only():
     """Beside what the forward kept, `[..., H]` too."""
     hidden, weight, target = torch.randn(500, 64, requires_grad=True), torch.randn(300, 64), torch.randint(300, (500,))

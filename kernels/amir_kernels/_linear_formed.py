@@ -30,15 +30,26 @@ def default_room(device: torch.device) -> int:
     return DEFAULT_ROOM_BYTES.get(device.type, DEFAULT_ROOM_BYTES_GPU)
 
 
-def formed_ranges(head: Head, workspace: int, room: int, rows: int) -> Ranges:
-    """As many rows as `room` bytes hold the logits of, at least 16. The tiles are those of `workspace`: same bits."""
-    blocks, vocabulary = blocks_of(head, workspace), head.weight.shape[0]
-    columns, itemsize = blocks.columns_of(vocabulary), head.accumulate.itemsize
-    per_row = itemsize * (round_up(vocabulary, ROW_MULTIPLE) + 2 * (blocks.columns + len(columns)) + 5 * head.depth)
-    beside = weight_copies(head) * blocks.columns * head.depth * itemsize
-    tall = max(room - beside, 0) // (per_row * ROW_MULTIPLE) * ROW_MULTIPLE
-    tall = min(max(tall, ROW_MULTIPLE), limits_of(head.weight.device).formed_rows)
-    return Ranges(Blocks(tall, blocks.columns).rows_of(rows), columns)
+def formed_ranges(head: Head, workspace: int, room: int, rows: int, lends: bool) -> tuple[Ranges, int]:
+    """Row blocks, and the rows of the first one whose logits wait in the weight's gradient, which `lends` its memory.
+
+    The other blocks have as many rows as the rest of `room` bytes holds the logits of, at least 16. The tiles are those
+    of `workspace`: same bits.
+    """
+    blocks, vocabulary, itemsize = blocks_of(head, workspace), head.weight.shape[0], head.accumulate.itemsize
+    columns, limits = blocks.columns_of(vocabulary), limits_of(head.weight.device)
+    beside = itemsize * (2 * (blocks.columns + len(columns)) + 5 * head.depth)
+    room = max(room - weight_copies(head) * blocks.columns * head.depth * itemsize, 0)
+    lent = 0
+    if lends:
+        fit = min(head.weight.shape[1] * (b - a) // round_up(b - a, ROW_MULTIPLE) for a, b in columns)
+        lent = min(fit, limits.rows, room // (4 * beside)) // ROW_MULTIPLE * ROW_MULTIPLE
+    per_row = beside + itemsize * round_up(vocabulary, ROW_MULTIPLE)
+    tall = max(room - lent * beside, 0) // (per_row * ROW_MULTIPLE) * ROW_MULTIPLE
+    lent = min(lent, rows)
+    kept = Blocks(min(max(tall, ROW_MULTIPLE), limits.formed_rows), blocks.columns).rows_of(rows - lent)
+    first = [(0, lent)] if lent else []
+    return Ranges(first + [(lent + a, lent + b) for a, b in kept], columns), lent
 
 
 def block_slopes(head: Head, block: RowBlock, stats: RowStats, loss_slope: LossSlope) -> tuple[Tensor, Slopes]:
@@ -53,10 +64,13 @@ def block_slopes(head: Head, block: RowBlock, stats: RowStats, loss_slope: LossS
 
 
 class _FormedBlock:
-    """A row block on its way: first its logits are folded tile by tile, then its gradients follow from its slopes."""
+    """A row block on its way: first its logits are folded tile by tile, then its gradients follow from its slopes.
 
-    def __init__(self, head: Head, block: RowBlock, columns: list[tuple[int, int]]) -> None:
-        self.block = block
+    They wait in `room`, `[V or more, rows]`, which is the weight's gradient where that is `lent`.
+    """
+
+    def __init__(self, head: Head, block: RowBlock, columns: list[tuple[int, int]], room: Tensor, lent: bool) -> None:
+        self.block, self.room, self.lent = block, room, lent
         self.owned = owners(block.target, columns)
         self.folded = SlopeStats.empty(block, head.accumulate)
         self.shifts: list[Tensor] = []
@@ -69,6 +83,11 @@ class _FormedBlock:
         """dL/dx is e^(z - m_tile) (1 - tanh^2) times e^(m_tile - m) a, and has its own value at the target."""
         self.factors = torch.exp(torch.stack(self.shifts) - self.folded.stats.shift).mul_(slopes.a)
         self.at_target = slopes.at_target * self.folded.cap_slope
+
+    def tile(self, start: int, stop: int) -> Tensor:
+        """Each tile is contiguous: the products are slower into rows that lie a whole vocabulary apart."""
+        rows, width = self.block.padded, round_up(stop - start, ROW_MULTIPLE)
+        return self.room[start:].view(-1)[: rows * width].view(rows, width)
 
 
 class FormedSweep(Sweep):
@@ -86,11 +105,12 @@ class FormedSweep(Sweep):
         room: int,
         loss_slope: LossSlope,
     ) -> None:
-        ranges = formed_ranges(head, workspace, room, index.shape[0])
+        ranges, self._lent = formed_ranges(head, workspace, room, index.shape[0], wanted.weight)
         self._loss_slope = loss_slope
         self._tiles = Tiles(head, ranges)
         self.logprob = torch.zeros(index.shape[0], dtype=head.accumulate, device=hidden.device)
-        self._logits = self.logprob.new_empty(ranges.tallest * round_up(head.weight.shape[0], ROW_MULTIPLE))
+        tallest = ranges._replace(rows=[rows for rows in ranges.rows if rows[0] >= self._lent]).tallest
+        self._logits = self.logprob.new_empty(round_up(head.weight.shape[0], ROW_MULTIPLE), tallest)
         super().__init__(head, hidden, target, temperature, index, None, wanted, ranges, False)
 
     def run(self) -> HeadGrads:
@@ -98,7 +118,7 @@ class FormedSweep(Sweep):
         for rows in (*self.ranges.rows, None):
             block = None
             if rows is not None:
-                block = _FormedBlock(self.head, self.row_block(*rows), self.ranges.columns)
+                block = self._formed_block(*rows)
             for number, (start, stop) in enumerate(self.ranges.columns if before or block else ()):
                 weight = self.operands(start, stop)
                 if before:
@@ -115,21 +135,24 @@ class FormedSweep(Sweep):
             before = block
         return self.grads()
 
-    def _tile(self, block: RowBlock, start: int, stop: int) -> Tensor:
-        """Each tile is contiguous: the products are slower into rows that lie a whole vocabulary apart."""
-        width, at = round_up(stop - start, ROW_MULTIPLE), self.ranges.tallest * start
-        return self._logits[at : at + block.padded * width].view(block.padded, width)
+    def _formed_block(self, first: int, last: int) -> _FormedBlock:
+        of_weight, lent = self.column_grads[0], last <= self._lent
+        room = of_weight.matrix if of_weight and lent else self._logits
+        return _FormedBlock(self.head, self.row_block(first, last), self.ranges.columns, room, lent)
 
     def _fold(self, block: _FormedBlock, weight: Tensor, owned: Owned, start: int, stop: int) -> None:
-        tile = self._tiles.logits(block.block, weight, start, stop, self._tile(block.block, start, stop))
+        tile = self._tiles.logits(block.block, weight, start, stop, block.tile(start, stop))
         fold_slope(self._tiles, block.block, tile, stop - start, owned, block.folded)
         block.shifts.append(block.folded.stats.shift.clone())
 
     def _use(self, block: _FormedBlock, weight: Tensor, number: int, start: int, stop: int) -> None:
-        tile, owned = self._tile(block.block, start, stop), block.owned[number]
-        tile.mul_(block.factors[number][:, None])
+        kept, owned = block.tile(start, stop), block.owned[number]
+        tile = self._tiles.tile(block.block, start, stop) if block.lent else kept
+        torch.mul(kept, block.factors[number][:, None], out=tile)
         if owned:
             tile[owned] = block.at_target[owned[0]]
+        if block.lent:
+            block.room[start:stop] = 0.0
         dlogits = tile[:, : stop - start].to(self.head.operand)
         self.add_rows(block.total, block.low_rank, dlogits, weight, start, stop)
         self.add_columns(block.block, dlogits, start, stop, first=False, last=False)
