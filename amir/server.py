@@ -91,7 +91,10 @@ class Server:
         self._policy, self._settings, self._say = policy, config.sampler, say
         self._folder = Path(config.sampler.adapter_dir or folder).expanduser().absolute()
         self._client = Client(config.sampler, say)
-        self._dialect = _dialect(config, policy, self._client)
+        try:
+            self._dialect = _dialect(config, policy, self._client)
+        except Refused as refused:
+            raise ConfigError(f"sampler.url: {config.sampler.url} refuses: {refused}") from None
         self._served: str | None = None
         self._probed: list[list[int]] = []
         self._known: Probe = {}
@@ -178,9 +181,9 @@ class Client:
         """The JSON answer; Refused for an answer from 400 to 499."""
         return self._insistently(lambda: _answer(self._http.get(path)))
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer, None where it is other text; Refused for an answer from 400 to 499."""
-        return self._insistently(lambda: _answer(self._http.post(path, json=body)))
+    def post(self, path: str, body: dict[str, Any], refusal: str | None = None) -> Any:
+        """The JSON answer, None where it is other text; Refused for an answer from 400 to 499, or with `refusal`."""
+        return self._insistently(lambda: _answer(self._http.post(path, json=body), refusal))
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The answer's server-sent events, as JSON."""
@@ -221,7 +224,7 @@ class Client:
             if waited >= self._settings.wait_seconds:
                 raise RunStopped(f"sampler server: {url} has not answered for {waited:.0f} s ({reason})")
             self._tell(reason)
-            if self._abandoned.wait(delay):
+            if self._abandoned.wait(min(delay, self._settings.wait_seconds - waited)):
                 raise RunStopped(f"sampler server: given up after another request failed ({reason})")
             delay = min(2 * delay, LONGEST_DELAY)
 
@@ -240,8 +243,9 @@ class _Passing(Exception):
     """A failure that may pass: overload, a restart."""
 
 
-def _answer(response: httpx2.Response) -> Any:
-    if response.status_code >= 500 or response.status_code == 429:
+def _answer(response: httpx2.Response, refusal: str | None = None) -> Any:
+    passing = response.status_code >= 500 or response.status_code == 429
+    if passing and (refusal is None or refusal not in response.text):
         raise _Passing(f"status {response.status_code}: {response.text[:300]}")
     if response.status_code >= 400:
         raise Refused(response.status_code, response.text)
@@ -264,7 +268,7 @@ def _dialect(config: RunConfig, policy: Policy, client: Client) -> Dialect:
         return TransformersServe(policy, client)
     from .server_vllm import Vllm
 
-    return Vllm(policy, client, config.sampler.model or config.model, config.sampler.url)
+    return Vllm(policy, client, config)
 
 
 def _digest(named: dict[str, Tensor]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .config import ConfigError
+from .config import ConfigError, RunConfig, ServerSampling
 from .model import Policy
 from .rollout import rollout_of
 from .server import AdapterGone, Client, Completion, Probe, Refused
@@ -24,30 +24,50 @@ NO_LOGPROB = -9999.0
 
 CANDIDATES = 5
 
+REJECTED = "Call to add_lora method failed"
+"""In its answer of status 500 to an adapter that the engine cannot take: too high a rank, or no `--enable-lora`."""
+
+UNSEEN = "No adapter found"
+"""In its answer of status 404 where the folder holds no adapter; any other 404 is that of a missing endpoint."""
+
 
 class Vllm:
     """See `Dialect`."""
 
     concurrent = True
 
-    def __init__(self, policy: Policy, client: Client, base: str, url: str) -> None:
+    def __init__(self, policy: Policy, client: Client, config: RunConfig) -> None:
+        assert isinstance(config.sampler, ServerSampling)
+        base, url = config.sampler.model or config.model, config.sampler.url
         self._policy, self._client, self._name = policy, client, base
-        served = [model["id"] for model in client.get("/v1/models")["data"]]
+        served = {model["id"]: model.get("max_model_len") for model in client.get("/v1/models")["data"]}
         if base not in served:
             raise ConfigError(f"sampler.model = {base!r}: {url} serves {', '.join(served)}; expected the base's name")
+        room, longest = served[base], config.max_prompt_length + config.max_completion_length
+        if room is not None and room < longest:
+            raise ConfigError(
+                f"max_prompt_length + max_completion_length = {longest}: {url} has room for {room} tokens and would "
+                f"cut completions short; expected at most that, or vLLM started with --max-model-len {longest}"
+            )
 
     def load(self, name: str, folder: Path) -> None:
         """See `Dialect`."""
         served = {model["id"] for model in self._client.get("/v1/models")["data"]}
         if name not in served:
             try:
-                self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+                body = {"lora_name": name, "lora_path": str(folder)}
+                self._client.post("/v1/load_lora_adapter", body, refusal=REJECTED)
             except Refused as refused:
                 if refused.status != 404:
                     raise
+                if UNSEEN in str(refused):
+                    raise ConfigError(
+                        f"sampler.adapter_dir: the server finds no adapter in {folder} ({refused}); expected a folder "
+                        "that both machines see under one path"
+                    ) from None
                 raise ConfigError(
                     f"sampler server: no /v1/load_lora_adapter there ({refused}); start vLLM with --enable-lora and "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and let it see the adapter's folder"
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
                 ) from None
         self._name = name
 
@@ -105,10 +125,13 @@ class Vllm:
     def _completion(self, choice: dict[str, Any], max_new_tokens: int) -> Completion:
         ids = [_token(name) for name in choice["logprobs"]["tokens"]]
         given = choice["logprobs"]["token_logprobs"]
-        ended = bool(ids) and (ids[-1] in self._policy.eos_ids or choice["finish_reason"] == "length")
+        at_length = choice["finish_reason"] == "length" and len(ids) == max_new_tokens
+        ended = bool(ids) and (ids[-1] in self._policy.eos_ids or at_length)
         if not ended or len(ids) > max_new_tokens or len(ids) != len(given):
             came = f"{len(ids)} tokens, {len(given)} log-probs, finish_reason {choice['finish_reason']!r}"
-            wanted = f"1 to {max_new_tokens}, each with its log-prob, ended by length or one of {self._policy.eos_ids}"
+            wanted = (
+                f"1 to {max_new_tokens}, each with its log-prob, ended by that length or one of {self._policy.eos_ids}"
+            )
             raise Refused(200, f"a completion of {came}; expected {wanted}")
         return Completion(ids, [math.nan if v is None or v <= NO_LOGPROB else v for v in given])
 

@@ -199,7 +199,11 @@ def test_missing_log_probs_are_counted_and_a_large_mismatch_is_said(tmp_path, se
     [
         (
             {"finish_reason": "stop", "logprobs": {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}},
-            "ended by length",
+            "ended by that length",
+        ),
+        (
+            {"finish_reason": "length", "logprobs": {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}},
+            "a completion of 1 tokens, .*'length'; expected 1 to 3, .*ended by that length",
         ),
         ({"logprobs": {"tokens": ["ab"], "token_logprobs": [-1.0]}}, "ignores return_tokens_as_token_ids"),
         ({"logprobs": {"tokens": ["token_id:1"], "token_logprobs": []}}, "1 tokens, 0 log-probs"),
@@ -214,6 +218,32 @@ def test_answers_that_are_no_completion_end_the_run(tmp_path, server, wrong: dic
         made.sample(PROMPTS, 2, 3, seed=0)
 
 
+def test_an_adapter_that_the_server_cannot_take_ends_the_run_at_once(tmp_path, server) -> None:
+    server.max_lora_rank = 2
+    made = sampler(tmp_path, config(server.url, sampler={"wait_seconds": 60.0}))
+    with pytest.raises(RunStopped, match=r"refuses: 500: .*LoRA rank 4 is greater than max_lora_rank 2"):
+        made.sample(PROMPTS, 2, 3, seed=0)
+    assert [path for path, _ in server.asked].count("/v1/load_lora_adapter") == 1
+    server.max_lora_rank, server.sees_folders = 16, False
+    with pytest.raises(ConfigError, match=r"adapter_dir: the server finds no adapter in .*both machines see"):
+        made.sample(PROMPTS, 2, 3, seed=0)
+    server.sees_folders = True
+    server.failures, server.fail_on = [500], "/v1/load_lora_adapter"
+    assert made.sample(PROMPTS, 2, 3, seed=0).logprobs is not None, "any other failure may pass"
+
+
+def test_a_server_needs_the_key_and_room_for_the_longest_completion(tmp_path, server, monkeypatch) -> None:
+    server.key = "secret"
+    with pytest.raises(ConfigError, match="refuses: 401"):
+        sampler(tmp_path, config(server.url))
+    monkeypatch.setenv("SERVER_KEY", "secret")
+    keyed = config(server.url, sampler={"api_key_env": "SERVER_KEY"})
+    assert sampler(tmp_path, keyed).sample(PROMPTS, 2, 3, seed=0).logprobs is not None
+    server.max_model_len = 72
+    with pytest.raises(ConfigError, match=r"max_completion_length = 73: .* has room for 72 tokens.*--max-model-len 73"):
+        sampler(tmp_path, keyed)
+
+
 def test_a_server_that_cannot_serve_the_run_is_refused(tmp_path, server, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"sampler\.model = 'other': .* serves tiny"):
         sampler(tmp_path, config(server.url, sampler={"model": "other"}))
@@ -226,7 +256,8 @@ def test_a_server_that_cannot_serve_the_run_is_refused(tmp_path, server, monkeyp
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(RunStopped, match="has not answered"):
+        monkeypatch.setattr(amir.server, "FIRST_DELAY", 60.0)
+        with pytest.raises(RunStopped, match=r"has not answered for 0 s"):
             sampler(tmp_path, config(url, sampler={"wait_seconds": 0.1}))
 
 

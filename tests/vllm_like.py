@@ -1,4 +1,7 @@
-"""A server that speaks vLLM's dialect over loopback, with the tiny model behind it and faults to order."""
+"""A server that speaks vLLM's dialect over loopback, with the tiny model behind it and faults to order.
+
+Its statuses, messages and fields are those that vLLM 0.32.0 was seen to answer with.
+"""
 
 import json
 import threading
@@ -33,6 +36,10 @@ class VllmLike(ThreadingHTTPServer):
         self.fail_on = "/"
         self.keeps_old_weights = False
         self.without_lora = False
+        self.max_model_len = 256
+        self.max_lora_rank = 16
+        self.sees_folders = True
+        self.key: str | None = None
         self.logprob_offset = 0.0
         self.edit = lambda choice: choice
         self._lock = threading.Lock()
@@ -51,32 +58,44 @@ class VllmLike(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
         with self._lock:
             self.asked.append((path, body))
+            if self.key is not None and key != f"Bearer {self.key}":
+                return 401, {"error": "Unauthorized"}
             if self.failures and path.startswith(self.fail_on):
-                return self.failures.pop(0), {"error": {"message": "ordered"}}
+                return _error(self.failures.pop(0), "ordered")
             match path:
                 case "/v1/models":
-                    return 200, {"data": [{"id": name} for name in self.adapters]}
+                    rooms = {name: self.max_model_len if name == BASE else None for name in self.adapters}
+                    return 200, {"data": [{"id": name, "max_model_len": room} for name, room in rooms.items()]}
                 case "/v1/load_lora_adapter" if not self.without_lora:
                     return self._load(body["lora_name"], Path(body["lora_path"]))
                 case "/v1/unload_lora_adapter" if not self.without_lora:
-                    known = self.adapters.pop(body["lora_name"], None) is not None
-                    return (200, "Success") if known else (404, {"error": {"message": "no such adapter"}})
-                case "/v1/completions" if body["model"] in self.adapters:
+                    name = body["lora_name"]
+                    if self.adapters.pop(name, None) is None:
+                        return _error(404, f"The lora adapter '{name}' cannot be found.")
+                    return 200, f"Success: LoRA adapter '{name}' removed successfully."
+                case "/v1/completions" if body["model"] not in self.adapters:
+                    return _error(404, f"The model `{body['model']}` does not exist. Valid aliases: {BASE}.")
+                case "/v1/completions":
                     return 200, {"choices": [self.edit(c) for c in self._complete(body)]}
-        return 404, {"error": {"message": f"{path}: not found"}}
+        return 404, {"detail": "Not Found"}
 
     def _load(self, name: str, folder: Path) -> tuple[int, Any]:
         if name in self.adapters:
-            return 400, {"error": {"message": "already loaded"}}
-        self.adapters[name] = folder
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if not self.sees_folders:
+            return _error(404, f"Loading lora {name} failed: No adapter found for {folder}")
+        rank = json.loads((folder / "adapter_config.json").read_text())["r"]
+        if rank > self.max_lora_rank:
+            reason = f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."
+            return _error(500, f"Call to add_lora method failed: Worker failed with error '{reason}'")
         if not isinstance(self.weights, PeftModel):
             self.weights = PeftModel.from_pretrained(self.weights, folder).eval()
         tensors = load_file(folder / "adapter_model.safetensors")
         self.adapters[name] = tensors
-        return 200, "Success"
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
 
     @torch.no_grad()
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -93,7 +112,7 @@ class VllmLike(ThreadingHTTPServer):
             {"index": i, "finish_reason": None, "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": []}}
             for i in range(count)
         ]
-        for _ in range(body["max_tokens"]):
+        for _ in range(min(body["max_tokens"], self.max_model_len - len(prompt))):
             logits = self.weights(input_ids=ids).logits[:, -1].float()
             drawn = torch.multinomial((logits / body["temperature"]).softmax(-1), 1, generator=chance)
             scale = body["temperature"] if self.temperature_in_logprobs else 1.0
@@ -105,11 +124,15 @@ class VllmLike(ThreadingHTTPServer):
             ids = torch.cat([ids, drawn], dim=1)
         for choice in choices:
             choice["finish_reason"] = choice["finish_reason"] or "length"
-        return choices[::-1]
+        return choices
+
+
+def _error(status: int, message: str) -> tuple[int, Any]:
+    return status, {"error": {"message": message, "code": status}}
 
 
 def _append(choice: dict[str, Any], token: int, scores: Tensor, likeliest: int) -> None:
-    kept = dict.fromkeys([*scores.topk(likeliest).indices.tolist(), token])
+    kept = dict.fromkeys([token, *scores.topk(likeliest).indices.tolist()])
     choice["logprobs"]["tokens"].append(f"token_id:{token}")
     choice["logprobs"]["token_logprobs"].append(float(scores[token]))
     choice["logprobs"]["top_logprobs"].append({f"token_id:{i}": float(scores[i]) for i in kept})
@@ -125,13 +148,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
 
     def _answer(self, body: dict[str, Any]) -> None:
-        status, answer = self.server.answer(self.path, body)
+        status, answer = self.server.answer(self.path, body, self.headers["authorization"])
         if status == 0:
             self.close_connection = True
             return
-        text = json.dumps(answer).encode()
+        text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        if not isinstance(answer, str):
+            self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
