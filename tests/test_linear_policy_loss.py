@@ -151,11 +151,13 @@ def test_a_formed_row_has_the_bits_of_linear_logprob_row_by_row():
     """Its blocks hold other numbers of rows than those of linear_logprob."""
     from amir_kernels._linear_backward import Wanted
     from amir_kernels._linear_formed import FormedSweep
+    from amir_kernels._linear_head import Rows
 
     inputs, target = tensors(rows=(300,), hidden_size=64, vocabulary=2100, dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
     call = call_of(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, None, "torch")
-    arguments = (call.head, hidden, target, 0.7, torch.arange(300), Wanted(True, True, False, False, False))
+    rows = Rows(hidden, target, 0.7, torch.arange(300))
+    arguments = (call.head, rows, Wanted(True, True, False, False, False))
     for room in (400_000, 3_000_000):
         sweep = FormedSweep(*arguments, call.workspace, room, lambda _, logprob: torch.ones_like(logprob))
         sweep.run()

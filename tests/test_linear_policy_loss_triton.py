@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, linear_logprob, linear_policy_loss, reference
+from amir_kernels._linear_head import Rows
 from amir_kernels._tile_table import Config
 from amir_kernels.linear_logprob import call_of
 from closeness import assert_as_good_as
@@ -168,9 +169,10 @@ def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, room):
     hidden, weight = inputs["hidden"].detach().to(dtype), inputs["weight"].detach().to(dtype)
     call = call_of(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, room, "triton")
     plain = linear_logprob(hidden, weight, target, temperature=0.7, softcap=8.0, backend="triton")
-    logprob, slope = _linear_kept.kept_slope(call.head, hidden, target, 0.7, torch.arange(70), room)
+    logprob, slope = _linear_kept.kept_slope(call.head, Rows(hidden, target, 0.7, torch.arange(70)), room)
     assert torch.equal(logprob, plain)
-    few, few_slope = _linear_kept.kept_slope(call.head, hidden, target, 0.7, torch.arange(20, 53), room)
+    few_rows = Rows(hidden, target, 0.7, torch.arange(20, 53))
+    few, few_slope = _linear_kept.kept_slope(call.head, few_rows, room)
     assert torch.equal(few, plain[20:53])
     assert torch.equal(few_slope[20:53], slope[20:53])
 

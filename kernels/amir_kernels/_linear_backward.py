@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._linear_head import Head, Ranges, RowBlock, add_product, pad_rows, row_block
+from ._linear_head import Head, Ranges, RowBlock, Rows, add_product, pad_rows
 
 
 class Slopes(NamedTuple):
@@ -118,21 +118,18 @@ class Sweep:
     def __init__(
         self,
         head: Head,
-        hidden: Tensor,
-        target: Tensor,
-        temperature: Tensor | float,
-        index: Tensor,
+        rows: Rows,
         unit: Tensor | None,
         wanted: Wanted,
         ranges: Ranges,
         partial: bool,
     ) -> None:
-        self.head, self.hidden, self.target, self.temperature = head, hidden, target, temperature
-        self.index, self.unit, self.wanted, self.ranges, self.partial = index, unit, wanted, ranges, partial
+        self.head, self.rows, self.unit = head, rows, unit
+        self.wanted, self.ranges, self.partial = wanted, ranges, partial
         self.grad_hidden = self.grad_a = None
         if wanted.hidden:
-            dtype = head.accumulate if partial else hidden.dtype
-            self.grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            dtype = head.accumulate if partial else rows.hidden.dtype
+            self.grad_hidden = torch.zeros(rows.hidden.shape, dtype=dtype, device=rows.hidden.device)
         if wanted.lora_a and head.lora:
             self.grad_a = torch.zeros_like(head.lora.a, dtype=head.accumulate)
         columns = (head.weight, head.bias, head.lora and head.lora.b)
@@ -151,7 +148,7 @@ class Sweep:
         return HeadGrads(self.grad_hidden, weight, bias, grad_a, grad_b)
 
     def row_block(self, first: int, last: int) -> RowBlock:
-        return row_block(self.head, self.hidden, self.target, self.temperature, self.index[first:last])
+        return self.rows.block(self.head, first, last)
 
     def operands(self, start: int, stop: int) -> Tensor:
         return self.head.operands(self.head.weight[start:stop])
@@ -182,7 +179,9 @@ class Sweep:
             if self.unit is not None:
                 total.mul_(self.unit)
             rows = total[: block.positions.shape[0]].to(self.grad_hidden.dtype)
-            self.grad_hidden.view(self.target.numel(), self.hidden.shape[-1]).index_copy_(0, block.positions, rows)
+            self.grad_hidden.view(self.rows.target.numel(), block.hidden.shape[-1]).index_copy_(
+                0, block.positions, rows
+            )
 
 
 SlopesOf = Callable[[RowBlock, slice], Slopes]
@@ -212,14 +211,14 @@ class BlockSweep(Sweep):
     def _rows_outside(self, with_columns: bool) -> None:
         for first, last in self.ranges.rows:
             block, slopes = self._block(first, last)
-            total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=self.hidden.device)
+            total = torch.zeros(block.hidden.shape, dtype=self.head.accumulate, device=block.hidden.device)
             low_rank = torch.zeros_like(block.low_rank)
             for start, stop in self.ranges.columns:
                 weight = self.operands(start, stop)
                 dlogits = self._form(block, slopes, weight, start, stop)
                 self.add_rows(total, low_rank, dlogits, weight, start, stop)
                 if with_columns:
-                    self.add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+                    self.add_columns(block, dlogits, start, stop, first == 0, last == self.rows.positions.shape[0])
             self.store_rows(block, total, low_rank)
 
     def _columns_outside(self) -> None:
@@ -228,15 +227,12 @@ class BlockSweep(Sweep):
             for first, last in self.ranges.rows:
                 block, slopes = self._block(first, last)
                 dlogits = self._form(block, slopes, weight, start, stop)
-                self.add_columns(block, dlogits, start, stop, first == 0, last == self.index.shape[0])
+                self.add_columns(block, dlogits, start, stop, first == 0, last == self.rows.positions.shape[0])
 
 
 def head_grads(
     head: Head,
-    hidden: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    index: Tensor,
+    rows: Rows,
     slopes: Slopes,
     wanted: Wanted,
     workspace: int,
@@ -244,7 +240,7 @@ def head_grads(
     half_tiles: bool,
     partial: bool,
 ) -> HeadGrads:
-    """Gradients from the rows at `index`, each in its input's dtype; all other rows give zeros.
+    """Gradients from these rows, each in its input's dtype; all other rows give zeros.
 
     Those of hidden and lora a stay in float32 where they are `partial`, to be summed over shards of the vocabulary.
 
@@ -252,14 +248,14 @@ def head_grads(
     largest slope, so that small upstream gradients do not underflow, and the sums are multiplied back.
     """
     unit = None
-    if half_tiles and index.shape[0]:
+    if half_tiles and rows.positions.shape[0]:
         largest = torch.stack([value.abs().max() for value in slopes[1:] if value is not None]).max()
         unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
         slopes = slopes.over(unit)
-    ranges = Ranges.of(head, workspace, index.shape[0])
-    arguments = (head, hidden, target, temperature, index, unit, wanted, ranges, partial)
+    ranges = Ranges.of(head, workspace, rows.positions.shape[0])
+    arguments = (head, rows, unit, wanted, ranges, partial)
 
-    def slopes_of(block: RowBlock, rows: slice) -> Slopes:
-        return slopes.of(rows, block.padded)
+    def slopes_of(block: RowBlock, part: slice) -> Slopes:
+        return slopes.of(part, block.padded)
 
     return BlockSweep(*arguments, slopes_of=slopes_of, form=make_form(head, ranges)).run()

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from ._linear_backward import HeadGrads, Slopes, Sweep, Wanted, row_slopes
-from ._linear_head import ROW_MULTIPLE, Blocks, Head, Ranges, RowBlock, blocks_of, limits_of, round_up, weight_copies
+from ._linear_head import (
+    ROW_MULTIPLE,
+    Blocks,
+    Head,
+    Ranges,
+    RowBlock,
+    Rows,
+    blocks_of,
+    limits_of,
+    round_up,
+    weight_copies,
+)
 from ._linear_torch import Owned, RowStats, SlopeStats, Tiles, fold_slope, owners
 
 LossSlope = Callable[[Tensor, Tensor], Tensor]
@@ -96,22 +107,19 @@ class FormedSweep(Sweep):
     def __init__(
         self,
         head: Head,
-        hidden: Tensor,
-        target: Tensor,
-        temperature: Tensor | float,
-        index: Tensor,
+        rows: Rows,
         wanted: Wanted,
         workspace: int,
         room: int,
         loss_slope: LossSlope,
     ) -> None:
-        ranges, self._lent = formed_ranges(head, workspace, room, index.shape[0], wanted.weight)
+        ranges, self._lent = formed_ranges(head, workspace, room, rows.positions.shape[0], wanted.weight)
         self._loss_slope = loss_slope
         self._tiles = Tiles(head, ranges)
-        self.logprob = torch.zeros(index.shape[0], dtype=head.accumulate, device=hidden.device)
-        tallest = ranges._replace(rows=[rows for rows in ranges.rows if rows[0] >= self._lent]).tallest
+        self.logprob = torch.zeros(rows.positions.shape[0], dtype=head.accumulate, device=rows.hidden.device)
+        tallest = ranges._replace(rows=[(a, b) for a, b in ranges.rows if a >= self._lent]).tallest
         self._logits = self.logprob.new_empty(round_up(head.weight.shape[0], ROW_MULTIPLE), tallest)
-        super().__init__(head, hidden, target, temperature, index, None, wanted, ranges, False)
+        super().__init__(head, rows, None, wanted, ranges, False)
 
     def run(self) -> HeadGrads:
         before: _FormedBlock | None = None

@@ -234,6 +234,19 @@ def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | 
     return RowBlock(index, block, low_rank, pad_rows(target.reshape(-1)[index], rows, -1), temperature)
 
 
+class Rows(NamedTuple):
+    """The rows of a call that a sweep takes, as `row_block` wants them."""
+
+    hidden: Tensor
+    target: Tensor
+    temperature: Tensor | float
+    positions: Tensor
+    """int64 [n], among the call's rows"""
+
+    def block(self, head: Head, first: int, last: int) -> RowBlock:
+        return row_block(head, self.hidden, self.target, self.temperature, self.positions[first:last])
+
+
 class Ranges(NamedTuple):
     """The row blocks and vocabulary tiles of a call."""
 

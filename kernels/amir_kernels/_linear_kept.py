@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._linear_backward import BlockSweep, Slopes, Wanted
 from ._linear_formed import LossSlope, block_slopes
-from ._linear_head import Head, Ranges, RowBlock, blocks_of, round_up
+from ._linear_head import Head, Ranges, RowBlock, Rows, blocks_of, round_up
 from ._linear_triton import block_stats, kept_dlogits, room_for_logits
 from ._tile_table import LARGEST_TILE, SPLIT_COLUMNS
 
@@ -49,15 +49,12 @@ def kept_rows(head: Head, workspace: int, room: int, weight_gradient: bool) -> i
 
 
 class KeptSweep(BlockSweep):
-    """A sweep over the rows at `index` whose slopes follow from their own log-probs, which it keeps in `logprob`."""
+    """A sweep over rows whose slopes follow from their own log-probs, which it keeps in `logprob`."""
 
     def __init__(
         self,
         head: Head,
-        hidden: Tensor,
-        target: Tensor,
-        temperature: Tensor | float,
-        index: Tensor,
+        rows: Rows,
         wanted: Wanted,
         workspace: int,
         room: int,
@@ -65,13 +62,12 @@ class KeptSweep(BlockSweep):
         unit: Tensor | None = None,
     ) -> None:
         """`unit` divides the dlogits as they are stored, and the sums are multiplied by it."""
-        rows = kept_rows(head, workspace, room, wanted.weight)
-        blocks = blocks_of(head, workspace)._replace(rows=rows)
-        ranges = Ranges(blocks.rows_of(index.shape[0]), blocks.columns_of(head.weight.shape[0]))
-        self.logprob = torch.zeros(index.shape[0], dtype=head.accumulate, device=hidden.device)
+        blocks = blocks_of(head, workspace)._replace(rows=kept_rows(head, workspace, room, wanted.weight))
+        ranges = Ranges(blocks.rows_of(rows.positions.shape[0]), blocks.columns_of(head.weight.shape[0]))
+        self.logprob = torch.zeros(rows.positions.shape[0], dtype=head.accumulate, device=rows.hidden.device)
         self._loss_slope = loss_slope
         self._kept = room_for_logits(head, ranges.tallest)
-        arguments = (head, hidden, target, temperature, index, unit, wanted, ranges, not any(wanted[1:]))
+        arguments = (head, rows, unit, wanted, ranges, not any(wanted[1:]))
         super().__init__(*arguments, slopes_of=self._measure, form=kept_dlogits(head, ranges, self._kept))
 
     def _measure(self, block: RowBlock, rows: slice) -> Slopes:
@@ -81,29 +77,18 @@ class KeptSweep(BlockSweep):
         return slopes if self.unit is None else slopes.over(self.unit)
 
 
-def kept_slope(
-    head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor, workspace: int
-) -> tuple[Tensor, Tensor]:
-    """The log-probs `[n]` at `index`, and their gradients to hidden, float32 `[..., H]` and 0 at the other rows.
+def kept_slope(head: Head, rows: Rows, workspace: int) -> tuple[Tensor, Tensor]:
+    """The log-probs `[n]` of the rows, and their gradients to hidden, float32 `[..., H]` and 0 at the other rows.
 
     In float16 the dlogits are formed in units of 2^-12 of the largest that they can be: they do not underflow.
     """
+    hidden, _, temperature, positions = rows
     unit = None
-    if head.compute == torch.float16 and index.shape[0]:
-        coldest = temperature.reshape(-1)[index].amin() if isinstance(temperature, Tensor) else temperature
+    if head.compute == torch.float16 and positions.shape[0]:
+        coldest = temperature.reshape(-1)[positions].amin() if isinstance(temperature, Tensor) else temperature
         largest = hidden.new_full((), abs(head.logit_scale), dtype=torch.float32) / coldest
         unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30))) - 12)
-    sweep = KeptSweep(
-        head,
-        hidden,
-        target,
-        temperature,
-        index,
-        Wanted(True, False, False, False, False),
-        workspace,
-        workspace,
-        lambda _, logprob: torch.ones_like(logprob),
-        unit,
-    )
+    wanted = Wanted(True, False, False, False, False)
+    sweep = KeptSweep(head, rows, wanted, workspace, workspace, lambda _, logprob: torch.ones_like(logprob), unit)
     grads = sweep.run()
     return sweep.logprob, hidden.new_zeros(0) if grads.hidden is None else grads.hidden

@@ -17,7 +17,7 @@ from torch import Tensor
 from ._checks import check_count, check_devices, check_float, check_int64, check_number, check_positive, check_shape
 from ._launch import use_triton
 from ._linear_backward import Wanted, head_grads, row_slopes
-from ._linear_head import Head, Lora, default_workspace, exact_products, scratch_bytes
+from ._linear_head import Head, Lora, Rows, default_workspace, exact_products, scratch_bytes
 from ._linear_torch import row_stats, torch_dlogits
 from ._vocabulary_group import Shard
 
@@ -178,10 +178,7 @@ def _backward(
     with exact_products(call.target.device):
         grads = head_grads(
             head,
-            call.hidden,
-            shard.local(call.target),
-            call.row_temperature,
-            index,
+            Rows(call.hidden, shard.local(call.target), call.row_temperature, index),
             slopes,
             wanted,
             call.workspace,

@@ -25,7 +25,7 @@ from ._checks import check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
 from ._linear_formed import FormedLoss, FormedSweep, default_room
-from ._linear_head import Head, Ranges, add_product, exact_products, gather_rows, row_block
+from ._linear_head import Head, Ranges, Rows, add_product, exact_products, gather_rows, row_block
 from ._linear_torch import RowStats, SlopeStats, Tiles, fold_slope, owners
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
 from .policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
@@ -80,7 +80,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         from ._linear_kept import kept_slope
 
         with exact_products(call.hidden.device):
-            logprob[index], slope = kept_slope(head, call.hidden, call.target, temperature, index, call.workspace)
+            logprob[index], slope = kept_slope(head, Rows(call.hidden, call.target, temperature, index), call.workspace)
         return logprob.view(call.target.shape), slope
     ranges = Ranges.of(head, call.workspace, index.shape[0])
     tiles = Tiles(head, ranges)
@@ -308,8 +308,8 @@ def _formed_loss(call: Call, room: int, still: Tensor, loss_of: Callable[[Tensor
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in leaves))
     with torch.no_grad(), exact_products(call.hidden.device):
         index = live_rows(call, call.weight.shape[0])
-        arguments = (call.head, call.hidden, call.target, call.row_temperature, index, wanted, call.workspace, room)
-        sweep = _sweep_of(call)(*arguments, loss_slope)
+        rows = Rows(call.hidden, call.target, call.row_temperature, index)
+        sweep = _sweep_of(call)(call.head, rows, wanted, call.workspace, room, loss_slope)
         grads = sweep.run()
         loss, metrics = loss_of(still.reshape(-1).index_copy(0, index, sweep.logprob).view(still.shape))
     return PolicyLoss(FormedLoss.apply(loss, grads, *leaves), metrics)
