@@ -138,6 +138,7 @@ def test_amir_compiles_as_one_graph():
         ({"group": 4}, "divide the 6 rows"),
         ({"rewards": torch.ones(5)}, "rewards must have shape"),
         ({"lambda_reg": NAN}, "lambda_reg"),
+        ({"ref_free": "false"}, "ref_free must be True or False, got 'false'"),
         ({"beta_dpo": -1.0}, "beta_dpo"),
         ({"normalize": "tokens"}, "normalize must be one of"),
         ({"preference_weights": torch.ones(5)}, "preference_weights must have shape"),

@@ -66,6 +66,14 @@ def test_the_settings_of_the_documents_give_those_numbers():
         assert (got - torch.where(EIGHT == 1, correct, wrong)).abs().max() < 1e-6, settings
 
 
+def torch_backend(*arguments, **options):
+    return group_advantage(*arguments, **options, backend="torch")
+
+
+def triton_backend(*arguments, **options):
+    return group_advantage(*arguments, **options, backend="triton")
+
+
 SETTINGS = [
     {"baseline": baseline, "scale": scale, "unbiased": unbiased}
     for baseline, scale, unbiased in product(
@@ -105,6 +113,19 @@ def test_equals_reference(layout, backend):
         assert got.dtype == torch.float32
         # a scale of exactly eps (one row, equal rewards without a baseline) makes advantages of 1e4: relative there
         assert ((got - expected).abs() <= 1e-6 * expected.abs().clamp(min=1)).all(), settings
+
+
+@pytest.mark.parametrize("function", [torch_backend, triton_backend, reference.group_advantage])
+@pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
+@pytest.mark.parametrize("group", [4, torch.arange(8) // 4], ids=["size", "ids"])
+def test_any_strides(function, combine, group):
+    rewards = torch.rand(8, 3, generator=torch.Generator().manual_seed(3))
+    expected = reference.group_advantage(rewards.double(), group, combine=combine)
+    for layout in (rewards, rewards.T.contiguous().T, rewards.repeat(2, 2)[:8, 1:4].roll(1, dims=1)):
+        assert (function(layout, group, combine=combine) - expected).abs().max() < 1e-6
+    column = reference.group_advantage(rewards[:, 1].double(), group)
+    assert (function(rewards[:, 1], group) - column).abs().max() < 1e-6
+    assert function(rewards[:1, 1].expand(8), group).eq(0).all()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -247,7 +268,9 @@ def test_no_rows(backend, group):
         ((torch.ones(2, 2, 2), 2), {}, "\\[B\\] or \\[B, F\\]"),
         ((torch.ones(6), 2), {"baseline": "median"}, "baseline must be one of"),
         ((torch.ones(6), 2), {"scale": "group"}, "scale must be one of"),
+        ((torch.ones(6, 0), 2), {}, "\\[B\\] or \\[B, F\\]"),
         ((torch.ones(6), 2), {"eps": -1e-4}, "eps"),
+        ((torch.ones(6), 2), {"unbiased": "no"}, "unbiased must be True or False, got 'no'"),
         ((torch.ones(6), 2), {"weights": [1.0]}, "rewards are \\[B\\]"),
         ((torch.ones(6, 2), 2), {"weights": [1.0]}, "2 finite numbers"),
         ((torch.ones(6), 2), {"combine": "normalize_then_sum"}, "several reward functions"),
@@ -260,14 +283,6 @@ def test_no_rows(backend, group):
 def test_refusals(arguments, settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         group_advantage(*arguments, **settings)
-
-
-def torch_backend(*arguments, **options):
-    return group_advantage(*arguments, **options, backend="torch")
-
-
-def triton_backend(*arguments, **options):
-    return group_advantage(*arguments, **options, backend="triton")
 
 
 FUNCTIONS = [torch_backend, triton_backend, reference.group_advantage]
@@ -300,6 +315,18 @@ def test_rewards_equal_up_to_rounding_say_nothing(function, rewards, scale):
         assert function(rewards * torch.tensor([1.0, 0.0]), 4).ne(0).any()
         noisy = torch.stack([rewards.sum(dim=1), rewards.sum(dim=1)], dim=1)
         assert function(noisy, 4, combine="normalize_then_sum", eps=0.0).eq(0).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("scale", ["std", "batch", "none"])
+def test_a_deviation_of_0_without_eps_divides_nothing(function, scale):
+    for rewards in ([2.7] * 4, [math.nan] * 4, [1.0, math.nan, math.nan, math.nan]):
+        assert function(torch.tensor(rewards), 4, scale=scale, eps=0.0).eq(0).all()
+    opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # each function speaks, their sum does not
+    assert function(opposed, 2, combine="normalize_then_sum", eps=0.0).eq(0).all()
+    alike = torch.tensor([1.0, 0.0, 0.3, 0.7])[:, None].expand(4, 3)
+    gdpo = {"combine": "normalize_then_sum", "weights": [0.1, 0.2, -0.3]}
+    assert function(alike, 4, **gdpo, eps=0.0).eq(0).all()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

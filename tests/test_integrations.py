@@ -170,6 +170,9 @@ def test_liger_refusals_in_the_call():
     luspo = liger.FusedGRPOLoss(loss_type="luspo", importance_sampling_level="sequence", **alone)
     with pytest.raises(ValueError, match="vllm_is_ratio"):
         luspo(*inputs, vllm_is_ratio=torch.ones(B, L))
+    hidden, weight, ids, mask, advantages = inputs
+    with pytest.raises(ValueError, match="must hold 0 and 1 only"):  # a factor on the loss in Liger
+        liger.FusedGRPOLoss(**alone)(hidden, weight, ids, mask * 0.5, advantages)
 
 
 # ---- Cut Cross Entropy ---------------------------------------------------------------------------------------------
@@ -242,6 +245,8 @@ def test_cce_refusals():
     for shift in (-1, L):
         with pytest.raises(ValueError, match="shift must lie in"):
             cce.linear_cross_entropy(e, c, targets, shift=shift)
+    with pytest.raises(TypeError, match="shift must be an int"):
+        cce.linear_cross_entropy(e, c, targets, shift=1.5)
     with pytest.raises(TypeError, match="impl"):
         cce.linear_cross_entropy(e, c, targets, impl="cce_exact")
     with pytest.raises(TypeError, match="positional"):

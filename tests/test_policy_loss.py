@@ -463,6 +463,8 @@ def test_objective_is_frozen_and_replaceable():
         ({"ref_logprobs": torch.ones(6, 6)}, "ref_logprobs must have shape"),
         ({"entropy": torch.ones(6)}, "entropy must have shape"),
         ({"mask": torch.full((6, 7), 0.5)}, "must hold 0 and 1 only"),
+        ({"mask": torch.full((6, 7), 2)}, "a mask of torch.int64 must hold 0 and 1 only"),
+        ({"mask": torch.full((6, 7), -1, dtype=torch.int8)}, "must hold 0 and 1 only"),
         ({"mask": torch.ones(6, dtype=torch.bool)}, "mask must have shape"),
         ({"cu_seqlens": torch.tensor([0, 42])}, "packed \\[T\\]"),
         ({"num_tokens": NAN}, "num_tokens must be"),

@@ -129,6 +129,18 @@ def test_equals_reference(layout, backend):
         assert rejects(weights, exact) is None, options
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("group", [4, torch.arange(8) // 4], ids=["size", "ids"])
+def test_any_strides(backend, group):
+    table = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    for scores, rewards in ((table[:, 1], table[:, 2]), (table[0, :1].expand(8), table[:, 3])):
+        exact = reference.preference_weights(scores.double(), rewards, group, beta_dpo=2.0)
+        assert rejects(preference_weights(scores, rewards, group, beta_dpo=2.0, backend=backend), exact) is None
+        leaf = scores.clone().requires_grad_()
+        preference_loss(leaf.expand(2, 8).T[:, 1], rewards, group, beta_dpo=2.0, backend=backend).loss.backward()
+        assert rejects(leaf.grad, exact) is None
+
+
 def test_triton_cap_equals_reference():
     # shuffled groups of 1, 2, 4 and 20 rows, of which the last spans two column blocks; ties at every gap
     ids = torch.repeat_interleave(torch.tensor([3, 1, 0, 9]), torch.tensor([1, 2, 4, 20]))[torch.randperm(27)]

@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
     AdaLoraConfig,
     IA3Config,
+    LoHaConfig,
     LoraConfig,
+    PeftType,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     TaskType,
+    XLoraConfig,
     get_peft_model,
 )
 from transformers import (
@@ -294,6 +298,12 @@ def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
     hooked = model()
     hooked.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
     refused(hooked, "forward hooks")
+    patched = model()
+    plain = patched.lm_head.forward
+    patched.lm_head.forward = lambda hidden: plain(hidden) * 2
+    refused(patched, "a forward of its own")
+    patched.lm_head._hf_hook = None  # Accelerate's mark: it moves data only
+    assert supports(patched).refusal is None
 
 
 def test_logits_in_the_place_of_hidden_states_are_a_shape_error() -> None:
@@ -354,3 +364,72 @@ def test_a_disabled_dora_adapter_is_the_base_model() -> None:
         assert not torch.allclose(wrapped(ids).logits, expected, atol=1e-3)
         with wrapped.disable_adapter():
             assert torch.equal(wrapped(ids).logits, expected)
+
+
+VIRTUAL = {"num_virtual_tokens": 3}
+UNPLACED = {  # kinds that are not put on layers by name
+    "PROMPT_TUNING": VIRTUAL,
+    "MULTITASK_PROMPT_TUNING": VIRTUAL,
+    "P_TUNING": VIRTUAL,
+    "PREFIX_TUNING": VIRTUAL,
+    "CARTRIDGE": VIRTUAL,
+    "CPT": {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 1]},
+    "ADAPTION_PROMPT": {"adapter_len": 3, "adapter_layers": 1},
+    "SHADOW": {},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 4]},
+}
+PLACED = {  # what a kind needs on layers of 32 x 32 and 32 x 96
+    "ADALORA": {"total_step": 9},
+    "C3A": {"block_size": 1},
+    "GRALORA": {"r": 4, "gralora_k": 1},
+    "IA3": {"feedforward_modules": []},
+    "MISS": {"r": 4},
+    "ROAD": {"group_size": 2},
+    "SHIRA": {"r": 2},
+    "VBLORA": {"vector_length": 4, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 20},
+}
+AROUND_THE_BODY = ("POLY", "CARTRIDGE", "CPT", *(kind for kind in UNPLACED if kind.endswith("TUNING")))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", ["q_proj", "lm_head"])
+@pytest.mark.parametrize("kind", sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING))
+def test_every_kind_of_adapter_is_served_or_refused(kind: str, place: str) -> None:
+    """In the body served unless it acts around it, on the head refused but for LoRA; never other log-probs."""
+    if kind == "XLORA" or (place == "lm_head" and kind in UNPLACED):
+        pytest.skip("the kind has a test of its own, or no place")
+    options = UNPLACED.get(kind, {"target_modules": [place], **PLACED.get(kind, {})})
+    try:
+        adapter = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](task_type="CAUSAL_LM", **options)
+    except ImportError as error:
+        pytest.skip(str(error))
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": 96}))
+    base.lm_head.weight.data *= 30
+    made = get_peft_model(base, adapter).eval()
+    if kind in AROUND_THE_BODY or (place == "lm_head" and kind != "LORA"):
+        refused(made, "")
+        return
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad and parameter.dim():
+                parameter += 0.1 * torch.randn(parameter.shape)
+        own, ours = scores(made, torch.randint(3, 96, (2, 9)))
+    assert (ours - own).abs().max() <= 1e-5 * own.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_xlora_and_mixed_adapters_are_refused(tmp_path: Path) -> None:
+    adapted(model(), target_modules=["q_proj"]).save_pretrained(tmp_path)
+    base = model()
+    base.config.use_cache = False
+    options = {"hidden_size": 32, "xlora_depth": 1, "adapters": {"0": str(tmp_path)}}
+    refused(get_peft_model(base, XLoraConfig(task_type="CAUSAL_LM", **options)), "(XLORA) mixes its experts")
+
+    mixed = get_peft_model(model(), LoraConfig(**LORA, target_modules=["q_proj"]), mixed=True)
+    mixed.add_adapter("second", LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=["k_proj"]))
+    mixed.set_adapter(["default", "second"])
+    refused(mixed, "(of PEFT's mixed model: .base_model.model)")
+    with torch.no_grad():
+        own, ours = scores(mixed.base_model.model.eval(), torch.randint(3, 97, (2, 9)))
+    assert (ours - own).abs().max() <= 1e-5 * own.abs().max()

@@ -13,6 +13,12 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuses all but True and False: the string "false" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_kind(value)}")
+
+
 def check_number(name: str, value: object, at_least: float = -math.inf) -> None:
     """Refuses all but finite real numbers; a tensor too, which would lose its gradient without a word."""
     expected = "a finite number" if at_least == -math.inf else f"a finite number of at least {at_least}"

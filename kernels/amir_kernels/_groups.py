@@ -22,7 +22,8 @@ class Segments(NamedTuple):
     """int64 `[B]`: one past the last"""
 
     def sort(self, values: Tensor) -> Tensor:
-        return values if self.order is None else values[self.order]
+        """Contiguous, as the kernels read them."""
+        return values.contiguous() if self.order is None else values[self.order]
 
     def unsort(self, values: Tensor) -> Tensor:
         if self.order is None:

@@ -62,8 +62,8 @@ def token_layout(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | Non
         keep = torch.ones_like(logprobs, dtype=torch.bool)
     else:
         check_shape("mask", mask, logprobs.shape, "one entry per log-prob")
-        if mask.is_floating_point():
-            only = "a floating-point mask must hold 0 and 1 only; weights of tokens go into importance_weight"
+        if mask.dtype != torch.bool:
+            only = f"a mask of {mask.dtype} must hold 0 and 1 only; weights of tokens go into importance_weight"
             check_values(((mask == 0) | (mask == 1)).all(), only)
         keep = mask != 0
     if cu_seqlens is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_count, check_devices, check_number
+from ._checks import check_choice, check_count, check_devices, check_flag, check_number
 from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
 from ._launch import use_triton
 
@@ -45,7 +45,7 @@ def group_advantage(
         unbiased: divides the squared deviations by n - 1 (TRL, verl) rather than by n.
         combine: of `[B, F]`. "sum": weighted sum, then the advantage. "normalize_then_sum" (GDPO): each function is
             normalized within its group, the weighted sum is normalized over the batch; needs baseline "mean", scale
-            "std".
+            "std". Functions that cancel, to rounding, give 0.
         weights: one per reward function; default 1.
         backend: "auto", "triton" or "torch".
 
@@ -64,6 +64,7 @@ def group_advantage(
     check_choice("scale", scale, SCALES)
     check_choice("combine", combine, COMBINATIONS)
     check_number("eps", eps, at_least=0)
+    check_flag("unbiased", unbiased)
     _check_rewards(rewards, group)
     exact = rewards.detach().to(torch.float64)
     factors = _factors(weights, rewards)
@@ -96,7 +97,7 @@ class _Options(NamedTuple):
 
 def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
     check_rewards(rewards)
-    if rewards.dim() not in (1, 2):
+    if rewards.dim() not in (1, 2) or rewards.shape[1:].numel() == 0:
         raise ValueError(f"rewards must be [B] or [B, F], got {list(rewards.shape)}")
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
@@ -191,7 +192,7 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
     else:
         advantages = _advantages_torch(ordered, scored, groups, options)
     if options.scale == "batch":
-        advantages = advantages / (_deviation(ordered, scored, options.unbiased) + options.eps)
+        advantages = _over(advantages, _deviation(ordered, scored, options.unbiased) + options.eps)
     return groups.where.unsort(advantages)
 
 
@@ -236,11 +237,13 @@ def _deviation(values: Tensor, scored: Tensor, unbiased: bool) -> Tensor:
 def _normalize_then_sum(rewards: Tensor, factors: Tensor, groups: _Groups, options: _Options, triton: bool) -> Tensor:
     missing = rewards.isnan()
     columns = [_advantages(column, groups, options, triton) for column in rewards.unbind(dim=1)]
-    summed = (torch.stack(columns, dim=1) * factors).sum(dim=1)
+    addends = torch.stack(columns, dim=1) * factors
+    summed = addends.sum(dim=1)
     scored = ~missing.all(dim=1)
     mean = torch.where(scored, summed, 0).sum() / scored.sum().clamp(min=1)
+    differ = torch.where(scored, summed - mean, 0).norm() > ROUNDING * addends.norm()
     scale = _deviation(summed, scored, options.unbiased) + options.eps
-    return torch.where(scored & _informative(rewards, groups), _over(summed - mean, scale), 0)
+    return torch.where(scored & differ & _informative(rewards, groups), _over(summed - mean, scale), 0)
 
 
 def _informative(rewards: Tensor, groups: _Groups) -> Tensor:

@@ -6,7 +6,7 @@ Legend: B completions (rows), N tokens that count, n_i those of row i, rho the p
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ._checks import check_choice, check_count, check_number, check_positive
+from ._checks import check_choice, check_count, check_flag, check_number, check_positive
 
 RATIO_LEVELS = ("token", "sequence", "sequence_token", "none")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
@@ -97,6 +97,7 @@ class Objective:
         for name in ("kl_coef", "mirror_coef"):
             check_number(name, getattr(self, name), at_least=0)
         check_number("entropy_coef", self.entropy_coef)
+        check_flag("kl_bias_correction", self.kl_bias_correction)
         self._settle_own_parts()
         self._refuse_combinations()
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_devices, check_float, check_number, check_shape, step_divisor
+from ._checks import check_devices, check_flag, check_float, check_number, check_shape, step_divisor
 from ._layout import TokenLayout, compute_dtype, token_layout
 from .objective import OBJECTIVES, SURROGATES, Objective
 from .preference_loss import PairTotals, paired_preference, sequence_logprob
@@ -426,6 +426,7 @@ def amir_loss(
     if not ref_free and ref_logprobs is None:
         raise ValueError("the preference term needs ref_logprobs; pass them, or ref_free=True to compare l_theta alone")
     check_number("lambda_reg", lambda_reg)
+    check_flag("ref_free", ref_free)
     policy = policy_loss(
         logprobs,
         old_logprobs,

@@ -233,9 +233,11 @@ def group_advantage(
     if combine == "sum":
         result = advantages_of(torch.where(scorable, (columns * factors).nansum(dim=1), torch.nan))
     else:
-        summed = sum(factor * advantages_of(column) for factor, column in zip(factors, columns.T, strict=True))
+        addends = factors[:, None] * torch.stack([advantages_of(column) for column in columns.T])
+        summed = addends.sum(dim=0)
         mean, deviation = summed[scorable].mean(), _deviation(summed[scorable], unbiased)
-        result = torch.where(scorable, (summed - mean) / (deviation + eps), 0)
+        cancel = (summed[scorable] - mean).norm() <= 4 * 2**-23 * addends.norm()
+        result = torch.where(scorable & ~cancel, (summed - mean) / (deviation + eps), 0)
         for rows in _rows_of_groups(group, columns):
             known = [column[~column.isnan()] for column in columns[rows].T]
             if all(len(r) == 0 or _all_equal(r) for r in known):

@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str | None, str | None]] = {
 }
 _DIVIDES = {"granite"}
 _SKIPPED = "calling the body alone would skip"
+_AROUND = {"XLORA": "mixes its experts in a pass", "POLY": "mixes its skills by task_ids"}
 
 
 class _Refused(Exception):
@@ -108,6 +109,9 @@ def _body(base: nn.Module) -> nn.Module:
     body = getattr(base, getattr(base, "base_model_prefix", None) or "model", None)
     if body is None or body is base:
         raise _Refused(f"{type(base).__name__} has no body under base_model_prefix; pass the causal LM itself")
+    if getattr(body, "get_output_embeddings", lambda: None)() is not None:
+        name = type(base).__name__
+        raise _Refused(f"{name} wraps a causal LM; pass that itself (of PEFT's mixed model: .base_model.model)")
     return body
 
 
@@ -117,8 +121,8 @@ def _refuse_around_the_body(model: nn.Module) -> None:
         kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
         if getattr(peft_config, "is_prompt_learning", False):
             raise _Refused(f"adapter {name!r} ({kind}) adds virtual tokens, which {_SKIPPED}; use LoRA")
-        if kind == "XLORA":
-            raise _Refused(f"adapter {name!r} (XLORA) mixes its experts in a pass that {_SKIPPED}; use LoRA")
+        if kind in _AROUND:
+            raise _Refused(f"adapter {name!r} ({kind}) {_AROUND[kind]} that {_SKIPPED}; use LoRA")
         if getattr(peft_config, "alora_invocation_tokens", None):
             raise _Refused(f"adapter {name!r} is an activated LoRA, whose start {_SKIPPED}; use plain LoRA")
 
@@ -166,6 +170,8 @@ def _read_head(head: Any) -> _Head:
 def _refuse_hooks(module: nn.Module) -> None:
     if module._forward_hooks or module._forward_pre_hooks:
         raise _Refused("its head has forward hooks, which the weight alone would skip; remove them")
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # Accelerate's moves data only
+        raise _Refused("its head has a forward of its own, which the weight alone would skip; delete it from the head")
 
 
 def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:

@@ -6,7 +6,7 @@ Legend: L length, D embedding size, V vocabulary. Losses are in nats.
 import torch
 from torch import Tensor
 
-from .._checks import check_choice
+from .._checks import check_choice, check_count
 from ..linear_logprob import linear_logprob
 
 
@@ -46,7 +46,7 @@ def linear_cross_entropy(
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     length = targets.shape[-1] if targets.dim() else 0
-    steps = int(shift)
+    check_count("shift", steps := int(shift) if isinstance(shift, bool) else shift, at_least=None)
     if steps and not 0 < steps < length:
         raise ValueError(f"shift must lie in [0, {length}), the length of targets, got {shift}")
     embeddings, shifted = (e[..., :-steps, :], targets[..., steps:]) if steps else (e, targets)

@@ -137,7 +137,7 @@ class FusedGRPOLoss(nn.Module):
             logprobs,
             old_per_token_logps,
             advantages,
-            mask,
+            attention_mask,
             ref_logprobs=reference,
             objective=self.objective,
             importance_weight=self._importance_weight(vllm_is_ratio),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_choice
+from .._checks import check_choice, check_flag, check_number
 from ..linear_logprob import linear_logprob, linear_logprob_entropy
 from ..preference_loss import preference_loss, preference_weights, sequence_logprob
 from ..support import Support, supports
@@ -148,8 +148,8 @@ def grpo_trainer(
     one process. Logged then, per generation: `preference/loss` (-J_pref) and `preference/pairs`.
     """
     check_choice("normalize", normalize, ("mean", "sum"))
-    if not math.isfinite(lambda_reg):
-        raise ValueError(f"lambda_reg must be a finite number, got {lambda_reg!r}")
+    check_number("lambda_reg", lambda_reg)
+    check_flag("ref_free", ref_free)
     module = _covered("trl.trainer.grpo_trainer")
     head = functools.partial(add_fused_lm_head, workspace_bytes=workspace_bytes, backend=backend)
     pair_options: dict[str, Any] = {
