@@ -198,10 +198,11 @@ def linear_policy_loss(
     of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and torch.compile does
     not trace this form, and `workspace_bytes` is by default 160 MiB on a CPU, since a row block's logits wait in it (at
     least 16 rows of them, whatever it is); those of the first H tokens wait in the weight's gradient and need no room.
-    On the Triton backend the logits wait in the workspace with a frozen head too, of all tokens: it must hold those of 256 rows, 4 bytes each, of 1,024 where the weight needs a gradient or is of another dtype
-    than the products, of 128 where these are float32; with 16-bit products H must be 1,024 or more (`_linear_kept` says
-    why), and float16 products form no gradients of a trained head. Otherwise this is `linear_logprob` and
-    `policy_loss`: 6 N H V, 8 with a trained head. Log-probs are the same bits in every form.
+    On the Triton backend the logits wait in the workspace with a frozen head too, of all tokens: it must hold those of
+    256 rows, 4 bytes each, of 1,024 where the weight needs a gradient or is of another dtype than the products, of 128
+    where these are float32; with 16-bit products H must be 1,024 or more (`_linear_kept` says why), and float16
+    products form no gradients of a trained head. Otherwise this is `linear_logprob` and `policy_loss`: 6 N H V, 8 with
+    a trained head. Log-probs are the same bits in every form.
     """
     chosen = resolve_objective(objective)
     _refuse_sequence_level(chosen)
