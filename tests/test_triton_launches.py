@@ -99,7 +99,7 @@ def test_the_heads_kernels_are_compiled_a_handful_of_times(monkeypatch, architec
     for tokens, temperature in [*cases, (33, torch.rand(33) + 0.5)]:
         for loss in head_losses(dtype, tokens, temperature):
             loss.backward()
-    # forward: with entropy, without, keeping logits; backward: with entropy's slope or not, of full tiles or of the last
+    # forward: with entropy, without, keeping logits; backward: with entropy's slope or not, full tiles or the last
     assert launches.counted() == {"stats_kernel": 3, "merge_kernel": 1, "dlogits_kernel": 4, "kept_dlogits_kernel": 2}
     assert launches.count > 300
 
