@@ -128,8 +128,8 @@ def main(rank: int, world: int, meeting: str) -> None:
     compare_losses(rank, world, dist.group.WORLD)
     compare_fsdp2()
     dist.barrier()
-    # ends. destroy_process_group would join the threads, but DTensor keeps plans, those the group, and it the threads.
-    # ends. destroy_process_group would join the threads, but DTensor's cached plans keep the group, and with it them.
+    # A thread of gloo may still hold the last collective's tensors, and aborts where it frees them as the interpreter
+    # ends. destroy_process_group does not join it: DTensor keeps its plans, and they the group.
     os._exit(0)
 
 
