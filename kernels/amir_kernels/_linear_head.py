@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-DEFAULT_WORKSPACE_BYTES = {"cpu": 32 * 2**20}
+DEFAULT_WORKSPACE_BYTES = {"cpu": 20 * 2**20}
 DEFAULT_WORKSPACE_BYTES_GPU = 256 * 2**20
 ROW_MULTIPLE = 16
 """Row blocks are padded to this multiple: BLAS then computes a row the same way whatever the number of rows."""

@@ -427,7 +427,7 @@ def linear_logprob_entropy(
             B, and the same hidden, A and (global) target. Results, and the gradients of hidden and A, are global;
             every rank must see the same upstream gradients. Those two gradients are summed in float32 over the ranks.
         workspace_bytes: bound on scratch beyond inputs, returned gradients and O(N) numbers; one 16 x 16 tile is used
-            in any case. Default 32 MiB on a CPU, 256 MiB on a GPU.
+            in any case. Default 20 MiB on a CPU, 256 MiB on a GPU.
         backend: "auto", "triton" or "torch".
         entropy_grad: False treats the entropy as a constant.
 
