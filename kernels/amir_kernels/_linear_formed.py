@@ -32,9 +32,9 @@ from ._linear_torch import Owned, RowStats, SlopeStats, Tiles, fold_slope, owner
 LossSlope = Callable[[Tensor, Tensor], Tensor]
 """(positions [n], their log-probs [n]) -> d loss / d logprob [n]"""
 
-DEFAULT_ROOM_BYTES = {"cpu": 160 * 2**20}
+DEFAULT_ROOM_BYTES = {"cpu": 176 * 2**20}
 DEFAULT_ROOM_BYTES_GPU = 256 * 2**20
-"""The workspace by default: 144 rows of a vocabulary of 262,144 on a CPU, where the head's gradient is 671 MB."""
+"""The workspace by default: 144 rows of a vocabulary of 262,144 beside those lent, on a CPU, where the head's gradient is 671 MB."""
 
 
 def default_room(device: torch.device) -> int:

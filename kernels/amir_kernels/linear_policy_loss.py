@@ -196,7 +196,7 @@ def linear_policy_loss(
     be 0 (advantage 0, no KL, no preference weight) cost 2 N H V flops. Where only hidden needs a gradient (frozen
     head), the others cost 4 N H V, and one float32 `[..., H]` tensor is kept for the backward. Where float32 parameters
     of the head need one they cost 6 N H V; the gradients wait for a backward that can run once, and torch.compile does
-    not trace this form, and `workspace_bytes` is by default 160 MiB on a CPU, since a row block's logits wait in it (at
+    not trace this form, and `workspace_bytes` is by default 176 MiB on a CPU, since a row block's logits wait in it (at
     least 16 rows of them, whatever it is); those of the first H tokens wait in the weight's gradient and need no room.
     On the Triton backend the logits wait in the workspace with a frozen head too, of all tokens: it must hold those of
     256 rows, 4 bytes each, of 1,024 where the weight needs a gradient or is of another dtype than the products, of 128
