@@ -34,7 +34,7 @@ LossSlope = Callable[[Tensor, Tensor], Tensor]
 
 DEFAULT_ROOM_BYTES = {"cpu": 176 * 2**20}
 DEFAULT_ROOM_BYTES_GPU = 256 * 2**20
-"""The workspace by default: on a CPU 144 rows of a vocabulary of 262,144 beside those lent; the gradient is 671 MB there."""
+"""The workspace by default: on a CPU 144 rows of a vocabulary of 262,144 beside those lent; the gradient has 671 MB."""
 
 
 def default_room(device: torch.device) -> int:
