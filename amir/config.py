@@ -208,7 +208,8 @@ class ServerSampling(Settings):
 
     `model` is the base model's name there, by default the run's. Adapters go through `adapter_dir`, a folder that both
     machines see; by default one in the run's. A server that does not answer is waited for, `wait_seconds` at most. The
-    weights count as arrived while probed log-probs are within `tolerance` nats of the trainer's.
+    weights count as arrived while probed log-probs are within `tolerance` nats of the trainer's, in the mean by the
+    trainer's probabilities.
     """
 
     name: Literal["server"]
@@ -220,7 +221,7 @@ class ServerSampling(Settings):
     timeout_seconds: Positive = 600.0  # of one request
     wait_seconds: NonNegative = 600.0
     concurrent_requests: Annotated[int, Field(ge=1, le=512)] = 32
-    tolerance: Positive = 0.1
+    tolerance: Positive = 0.15
 
 
 Sampling = GenerateSampling | PagedSampling | ServerSampling

@@ -8,6 +8,7 @@ restarted does not know the name, and the adapter is pushed again. What differs 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -143,12 +144,14 @@ class Server:
     def _check_arrival(self) -> None:
         """RunStopped where the server's log-probs are far from the trainer's, or stood still while those moved."""
         probe = self._dialect.probe(self._probed)
-        off = _mean(abs(server - trainer) for server, trainer in probe.values())
+        weights = [math.exp(trainer) for _, trainer in probe.values()]
+        weighted = [w * abs(server - trainer) for w, (server, trainer) in zip(weights, probe.values(), strict=True)]
+        off = sum(weighted) / max(sum(weights), 1e-30)
         if off > self._settings.tolerance:
             raise RunStopped(
-                f"sampler server: its log-probs are {off:.3f} nats from the trainer's (mean of {len(probe)}), expected "
-                f"at most sampler.tolerance = {self._settings.tolerance}: it has other weights, another dtype, or "
-                "(vLLM) was started without --logprobs-mode processed_logprobs"
+                f"sampler server: its log-probs are {off:.3f} nats from the trainer's (mean of {len(probe)} by "
+                f"probability), expected at most sampler.tolerance = {self._settings.tolerance}: it has other weights, "
+                "another dtype, or (vLLM) was started without --logprobs-mode processed_logprobs"
             )
         shared = probe.keys() & self._known.keys()
         moved_there, moved_here = (_mean(abs(probe[key][i] - self._known[key][i]) for key in shared) for i in (0, 1))
