@@ -159,7 +159,8 @@ def _accumulate(
     rows = micro.rows
     tokens = batch.tokens.rows(rows)
     mask = tokens.completion_mask
-    outputs = policy.logprobs_entropy(tokens)[:2] if config.entropy_coef > 0 else (policy.logprobs(tokens),)
+    made = policy.logprobs_entropy(tokens)
+    outputs = made[:2] if config.entropy_coef > 0 else made[:1]
     if micro.idle:
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
         return outputs[0].detach()
@@ -190,9 +191,10 @@ def _accumulate(
     from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
     ranks = policy.ranks.size  # over which gradients are averaged
     torch.autograd.backward(outputs, [ranks * (from_policy[0] + from_pairs), *(ranks * g for g in from_policy[1:])])
-    sums.update(loss.metrics)
     sums.update(
-        {
+        loss.metrics
+        | {
+            "entropy_sum": made.entropy.detach().sum(),
             "tokens_computed": tokens.computed(packed=policy.packed),
             "policy_loss": loss.policy.detach(),
             "preference_loss": loss.preference.detach() if forms_pairs else 0,

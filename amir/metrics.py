@@ -54,7 +54,7 @@ METRICS = {
     "clip_high_share": "share of trained tokens whose ratio was clipped from above",
     "ratio": "mean policy ratio over trained tokens",
     "kl": "mean KL estimate to the reference over trained tokens, nats; where reference log-probs were needed",
-    "entropy": "mean entropy of the next-token distributions over trained tokens, nats; where entropy_coef > 0",
+    "entropy": "mean entropy of the next-token distributions over trained tokens, nats; not of zero-gradient rows",
     "mismatch": "mean |trainer's log-prob - sampler's| over trained tokens, nats; where another engine samples",
     "mismatch_max": "the largest of them",
     "effective_sample_share": "(sum c)^2 / (n sum c^2), c = exp(trainer - sampler), by token or as `correction` says",

@@ -335,7 +335,8 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
 
     model, tokenizer = load_model()
     laps = Laps()
-    laps.watch(Policy, "logprobs", pass_name)
+    for function in ("logprobs", "logprobs_entropy"):
+        laps.watch(Policy, function, pass_name)
     laps.watch(torch.autograd, "backward", lambda: "backward")
     sampling_seconds: list[float] = []
     task = Task(examples(settings), [])

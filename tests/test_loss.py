@@ -158,8 +158,8 @@ def test_dead_rows_never_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     make_optimizer(config, made.trainable())
     batch = sampled(made, config)
     seen = []
-    original = made.logprobs
-    monkeypatch.setattr(made, "logprobs", lambda tokens: (seen.append(len(tokens)), original(tokens))[1])
+    original = made.logprobs_entropy
+    monkeypatch.setattr(made, "logprobs_entropy", lambda tokens: (seen.append(len(tokens)), original(tokens))[1])
     backward(made, batch, objective_of(config), config)
     assert seen == [8]
 
@@ -170,8 +170,10 @@ def test_the_first_pass_needs_no_pass_for_old_logprobs_and_the_second_reuses_the
     make_optimizer(config, made.trainable())
     batch = sampled(made, config)
     passes = []
-    original = made.logprobs
-    monkeypatch.setattr(made, "logprobs", lambda tokens: (passes.append(torch.is_grad_enabled()), original(tokens))[1])
+    original = made.logprobs_entropy
+    monkeypatch.setattr(
+        made, "logprobs_entropy", lambda tokens: (passes.append(torch.is_grad_enabled()), original(tokens))[1]
+    )
     batch, sums = backward(made, batch, objective_of(config), config)
     assert float(sums["ratio_sum"]) == float(sums["tokens"])
     backward(made, batch, objective_of(config), config)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,10 @@ class NoRoom:
 
     def __init__(self, made: Policy, rows: int, *, forward: bool) -> None:
         self.made, self.rows, self.forward, self.failures = made, rows, forward, 0
-        self.logprobs, made.logprobs = made.logprobs, self
+        made.logprobs = partial(self.run, made.logprobs)
+        made.logprobs_entropy = partial(self.run, made.logprobs_entropy)
 
-    def __call__(self, tokens: Any) -> Tensor:
+    def run(self, forward_pass: Callable[[Any], Any], tokens: Any) -> Any:
         tight = len(tokens) > self.rows
         if tight and (self.forward or not torch.is_grad_enabled()):
             self.fail()
@@ -77,7 +79,7 @@ class NoRoom:
         hook = first_layer.register_forward_hook(lambda *call: call[2].register_hook(self.fail) and None)
         if not tight or self.forward:
             hook.remove()
-        out = self.logprobs(tokens)
+        out = forward_pass(tokens)
         hook.remove()
         return out
 

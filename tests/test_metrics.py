@@ -97,10 +97,30 @@ def test_a_step_in_micro_batches_reports_the_same(changes: dict[str, object]) ->
     one, many = ({name: value for name, value in row.items() if value is not None} for row in rows)
     assert one == pytest.approx(many, rel=1e-4, abs=1e-6)
     assert rows[0]["kl"] > 0
-    assert (rows[0]["entropy"] is not None) == ("entropy_coef" in changes)
+    assert rows[0]["entropy"] > 0
     assert min(rows[0]["policy_grad_norm"], rows[0]["pair_grad_norm"]) > 0
     share = rows[0]["pair_grad_norm"] / (rows[0]["pair_grad_norm"] + rows[0]["policy_grad_norm"])
     assert rows[0]["pair_grad_share"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_entropy_is_that_of_full_logits_over_the_rows_that_were_trained(coefficient: float) -> None:
+    config = run_config(rewards=REWARDS, micro_batch_tokens=40, temperature=0.7, entropy_coef=coefficient)
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    batch, sums = backward(made, batch_of(config), objective_of(config), config)
+    sums.update(batch_sums(batch, config))
+    tokens = batch.tokens
+    ids = torch.cat([tokens.prompt_ids[tokens.prompt_of], tokens.completion_ids], 1)
+    mask = torch.cat([tokens.prompt_mask[tokens.prompt_of], tokens.completion_mask], 1).long()
+    with torch.no_grad():
+        logits = made.base(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    entropy = torch.distributions.Categorical(logits=logits[:, tokens.prompt_ids.shape[1] - 1 : -1] / 0.7).entropy()
+    trained = tokens.completion_mask & batch.live[:, None]
+    expected = float(entropy[trained].mean())
+    assert bool(batch.live.all()) == (coefficient > 0)
+    assert row_of(config, sums)["entropy"] == pytest.approx(expected, rel=1e-5)
+    assert expected != pytest.approx(float(entropy.mean()), rel=1e-3)
 
 
 def test_chosen_and_rejected_logprobs_are_means_over_pairs() -> None:
