@@ -218,6 +218,8 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
         raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
     try:
         saved = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path / 'config.yaml'}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, AttributeError, TypeError, ValueError):
         raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
     now = _flat(yaml.safe_load(config_yaml(config)))

@@ -64,6 +64,20 @@ def test_a_dataset_of_the_library_is_read_by_split(tmp_path: Path, monkeypatch: 
         load(tmp_path / "absent")
 
 
+def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    rows = [{"question": f"q{i}", "answer": f"{i}"} for i in range(3)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    DatasetDict({"train": Dataset.from_list(rows), "dev": Dataset.from_list(rows[:1])}).save_to_disk(tmp_path / "two")
+    for path, split, expected in (("one", None, 3), ("two", None, 3), ("two", "dev", 1)):
+        task = load(tmp_path / path, split=split, prompt="{question}")
+        assert [example.answer for example in task.train] == [str(i) for i in range(expected)]
+    for path, split, words in (("one", "dev", "no splits"), ("two", "test", "has train, dev")):
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path / path, split=split, prompt="{question}")
+
+
 def test_a_held_out_share_is_the_same_rows_every_time_and_all_of_them_somewhere(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
     first, second = (load(path, held_out=0.3) for _ in range(2))

@@ -16,6 +16,7 @@ from amir.batch import MicroBatch
 from amir.config import config_yaml
 from amir.ranks import Ranks
 from tiny import model, run_config, tokenizer
+from vllm_like import VllmLike
 
 HERE = Path(__file__).parent
 STEPS = 3
@@ -105,6 +106,28 @@ def test_two_ranks_sample_from_the_model_itself(tmp_path, way: str) -> None:
     assert len({row["question"] for row in rows}) == 3
     assert len({row["completion"] for row in rows}) > 6
     assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in metrics(path)[:1] if row["ratio"] is not None)
+
+
+def test_two_ranks_resample_the_groups_that_one_process_resamples(tmp_path) -> None:
+    changes = {"dynamic_sampling": {"max_rounds": 4, "min_valid_share": 1.0}, "num_generations": 2}
+    one, two = (run(tmp_path, f"on-{ranks}", ranks, **changes) for ranks in (1, 2))
+    rounds = [[(row["sampling_rounds"], row["groups_sampled"]) for row in metrics(path)] for path in (one, two)]
+    assert rounds[0] == rounds[1]
+    assert any(count > 1 for count, _ in rounds[0])
+    refuse_difference(one, two)
+
+
+def test_one_rank_asks_the_server_for_all(tmp_path) -> None:
+    ended_with = []
+    for ranks in (1, 2):
+        server = VllmLike()
+        sampler = {"name": "server", "url": server.url, "model": "tiny", "wait_seconds": 20.0}
+        ended_with.append(run(tmp_path, f"on-{ranks}", ranks, "--sample", sampler=sampler, temperature=1.5))
+        server.close()
+        assert sum(path == "/v1/load_lora_adapter" for path, _ in server.asked) == STEPS + 1  # the last one to evaluate
+    files = [sorted((path / "completions").glob("step-*")) for path in ended_with]
+    assert [file.read_text() for file in files[0]] == [file.read_text() for file in files[1]]
+    refuse_difference(*ended_with)
 
 
 def test_fewer_prompts_than_ranks(tmp_path) -> None:

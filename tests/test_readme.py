@@ -30,13 +30,27 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-def commands() -> list[str]:
+def lines() -> list[str]:
+    """Commands of the console blocks, continued lines joined."""
     return [
         line.partition("#")[0].strip()
         for _, block in blocks("console")
-        for line in block.splitlines()
-        if line.startswith("amir ")
+        for line in block.replace("\\\n", " ").splitlines()
     ]
+
+
+def commands() -> list[str]:
+    """Those of `amir`, whatever starts it."""
+    starts = re.compile(r"^(?:torchrun --nproc-per-node \d+ -m )?(?=amir )")
+    return [starts.sub("", line) for line in lines() if starts.match(line)]
+
+
+def test_two_documents_start_the_same_vllm_server():
+    started = [shlex.split(line) for line in lines() if "vllm serve" in line]
+    flags = [words[words.index("serve") :] for words in started]
+    assert len(flags) == 2
+    assert flags[0] == flags[1]
+    assert all("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in words for words in started)
 
 
 @pytest.mark.parametrize(("name", "code"), blocks("python"), ids=[name for name, _ in blocks("python")])
@@ -57,6 +71,7 @@ def test_run_is_a_valid_configuration(name, text, tmp_path):
 @pytest.mark.parametrize("command", commands())
 def test_command_is_understood(command, tmp_path):
     words = shlex.split(command)[1:]
+    (tmp_path / "run.yaml").write_text("model: a-model\ntask: {name: arithmetic}\n")
     if words[0] == "train" and "--dry-run" not in words:
         words.append("--dry-run")
     command = [sys.executable, "-m", "amir", *words]

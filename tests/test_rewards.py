@@ -249,6 +249,18 @@ def test_a_failing_call_stops_the_run_and_names_the_function(folder: Path, mood:
         rewards(ROWS, [mood, ""], [[1], [2]])
 
 
+def test_a_function_of_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "__init__.py").write_text("")
+    (tmp_path / "graders" / "by_length.py").write_text(
+        "def score(completions):\n    return [len(c) for c in completions]\n"
+    )
+    with Rewards([RewardSettings(function="graders.by_length:score", weight=2.0)], []) as rewards:
+        assert rewards.names == ["score"]
+        assert rewards(ROWS, ["abc", ""], [[1], [2]]).values == [[3.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

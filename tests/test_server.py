@@ -141,7 +141,7 @@ def test_log_probs_at_another_temperature_are_refused(tmp_path) -> None:
 
 def test_what_passes_is_waited_for_and_said_once(tmp_path, server) -> None:
     said: list[str] = []
-    made = sampler(tmp_path, config(server.url), said)
+    made = sampler(tmp_path, config(server.url, sampler={"concurrent_requests": 1}), said)
     expected = made.sample(PROMPTS, 2, 3, seed=0)
     server.failures = [503, 500, 0, 429]
     assert torch.equal(made.sample(PROMPTS, 2, 3, seed=0).tokens.completion_ids, expected.tokens.completion_ids)

@@ -216,6 +216,14 @@ def test_folders_that_cannot_be_written_are_refused_before_anything_is_made(tmp_
             RunDirectory(path, run_config(), resume=False)
 
 
+def test_a_record_that_cannot_be_read_is_named_when_resuming(tmp_path) -> None:
+    run(tmp_path, run_config(max_steps=2))
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read"):
+        trainer(tmp_path, run_config(max_steps=3), resume=True)
+
+
 @pytest.mark.parametrize(("name", "text"), [("config.yaml", ""), ("config.yaml", "a: ["), ("metrics.jsonl", "{oops\n")])
 def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: str) -> None:
     run(tmp_path, run_config(max_steps=2))

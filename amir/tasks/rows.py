@@ -19,7 +19,9 @@ def read_rows(path: str, key: str = "task.path", subset: str | None = None, spli
     """Place and columns of every row of a file, or of a split of a dataset; `key` is the setting that named it."""
     kind = Path(path).suffix.lower()
     if kind not in READERS:
-        rows = list(_dataset(path, key, subset, split or "train"))
+        rows = list(
+            _saved(path, key, subset, split) if _is_saved(path) else _dataset(path, key, subset, split or "train")
+        )
     else:
         for setting, value in (("subset", subset), ("split", split)):
             if value is not None:
@@ -112,3 +114,25 @@ def _dataset(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
         ) from None
     for number, row in enumerate(rows, start=1):
         yield f"{path} ({split}), row {number}", row
+
+
+def _is_saved(path: str) -> bool:
+    return any((Path(path).expanduser() / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+
+
+def _saved(path: str, key: str, subset: str | None, split: str | None) -> Iterator[Row]:
+    """Rows of a folder that `datasets` wrote by `save_to_disk`."""
+    from datasets import DatasetDict, load_from_disk
+
+    if subset is not None:
+        raise ConfigError(f"task.subset = {subset!r}: {key} = {path!r} is a saved dataset, which has no subset")
+    held = load_from_disk(str(Path(path).expanduser()))
+    if isinstance(held, DatasetDict):
+        split = split or "train"
+        if split not in held:
+            raise ConfigError(f"task.split = {split!r}: {key} = {path!r} has {', '.join(held)}")
+        held = held[split]
+    elif split is not None:
+        raise ConfigError(f"task.split = {split!r}: {key} = {path!r} is one saved dataset, which has no splits")
+    for number, row in enumerate(held, start=1):
+        yield f"{path}, row {number}", row
