@@ -74,6 +74,7 @@ def triton_backend(*arguments, **options):
     return group_advantage(*arguments, **options, backend="triton")
 
 
+FUNCTIONS = [torch_backend, triton_backend, reference.group_advantage]
 SETTINGS = [
     {"baseline": baseline, "scale": scale, "unbiased": unbiased}
     for baseline, scale, unbiased in product(
@@ -115,7 +116,7 @@ def test_equals_reference(layout, backend):
         assert ((got - expected).abs() <= 1e-6 * expected.abs().clamp(min=1)).all(), settings
 
 
-@pytest.mark.parametrize("function", [torch_backend, triton_backend, reference.group_advantage])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
 @pytest.mark.parametrize("group", [4, torch.arange(8) // 4], ids=["size", "ids"])
 def test_any_strides(function, combine, group):
@@ -285,7 +286,6 @@ def test_refusals(arguments, settings, message):
         group_advantage(*arguments, **settings)
 
 
-FUNCTIONS = [torch_backend, triton_backend, reference.group_advantage]
 ADDENDS = [[0.1, 0.2], [0.2, 0.1], [0.3, 0.0], [0.15, 0.15]]
 EQUAL_UP_TO_ROUNDING = {
     "sums of float32 rewards": torch.tensor(ADDENDS),

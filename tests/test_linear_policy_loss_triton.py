@@ -180,14 +180,14 @@ def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, room):
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_kept_logits_become_the_very_dlogits_that_are_formed_again(softcap):
     from amir_kernels._linear_backward import Slopes
-    from amir_kernels._linear_head import Head, Lora, Ranges, row_block
+    from amir_kernels._linear_head import Head, Lora, Ranges
 
     inputs, target = tensors(rows=(30,), dtype=torch.float32, rank=3, ignored=0)
     inputs = {name: value.detach().half() for name, value in inputs.items()}
     lora = Lora(inputs["a"], inputs["b"], 0.5)
     head = Head(inputs["weight"], inputs["bias"], lora, softcap, 1.3, torch.float16)
     ranges = Ranges([(0, 30)], [(0, 160), (160, 301)])
-    block = row_block(head, inputs["hidden"], target, torch.rand(30) + 0.5, torch.arange(30))
+    block = Rows(inputs["hidden"], target, torch.rand(30) + 0.5, torch.arange(30)).block(head, 0, 30)
     kept = _linear_triton.room_for_logits(head, 32)
     stats = _linear_triton.block_stats(head, block, with_entropy=False, kept=kept)
     slopes = Slopes(stats.shift, torch.randn(32), None, torch.randn(32))

@@ -147,9 +147,6 @@ class Sweep:
         weight, bias, grad_b = (grad.grad if grad else None for grad in self.column_grads)
         return HeadGrads(self.grad_hidden, weight, bias, grad_a, grad_b)
 
-    def row_block(self, first: int, last: int) -> RowBlock:
-        return self.rows.block(self.head, first, last)
-
     def operands(self, start: int, stop: int) -> Tensor:
         return self.head.operands(self.head.weight[start:stop])
 
@@ -205,7 +202,7 @@ class BlockSweep(Sweep):
         return self.grads()
 
     def _block(self, first: int, last: int) -> tuple[RowBlock, Slopes]:
-        block = self.row_block(first, last)
+        block = self.rows.block(self.head, first, last)
         return block, self._slopes_of(block, slice(first, last))
 
     def _rows_outside(self, with_columns: bool) -> None:

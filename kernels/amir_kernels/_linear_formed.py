@@ -146,7 +146,7 @@ class FormedSweep(Sweep):
     def _formed_block(self, first: int, last: int) -> _FormedBlock:
         of_weight, lent = self.column_grads[0], last <= self._lent
         room = of_weight.matrix if of_weight and lent else self._logits
-        return _FormedBlock(self.head, self.row_block(first, last), self.ranges.columns, room, lent)
+        return _FormedBlock(self.head, self.rows.block(self.head, first, last), self.ranges.columns, room, lent)
 
     def _fold(self, block: _FormedBlock, weight: Tensor, owned: Owned, start: int, stop: int) -> None:
         tile = self._tiles.logits(block.block, weight, start, stop, block.tile(start, stop))

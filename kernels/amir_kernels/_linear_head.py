@@ -220,31 +220,30 @@ class RowBlock(NamedTuple):
         return self.hidden.shape[0]
 
 
-def row_block(head: Head, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor) -> RowBlock:
-    rows = round_up(index.shape[0], ROW_MULTIPLE)
-    block = torch.zeros(rows, hidden.shape[-1], dtype=head.operand, device=hidden.device)
-    block[: index.shape[0]] = head.operands(gather_rows(hidden, index))
-    rank = head.lora.a.shape[0] if head.lora else 0
-    low_rank = torch.empty(rows, rank, dtype=head.accumulate, device=hidden.device)
-    if head.lora:
-        product(block.to(head.accumulate), head.lora.a.to(head.accumulate).T, low_rank)
-        low_rank.mul_(head.lora.scaling)
-    if isinstance(temperature, Tensor):
-        temperature = pad_rows(temperature.reshape(-1)[index].to(head.accumulate), rows, 1.0)
-    return RowBlock(index, block, low_rank, pad_rows(target.reshape(-1)[index], rows, -1), temperature)
-
-
 class Rows(NamedTuple):
-    """The rows of a call that a sweep takes, as `row_block` wants them."""
+    """Some rows of a call, and what comes with them."""
 
     hidden: Tensor
+    """[..., H], of all rows of the call; so are `target` and a temperature for each"""
     target: Tensor
     temperature: Tensor | float
     positions: Tensor
     """int64 [n], among the call's rows"""
 
     def block(self, head: Head, first: int, last: int) -> RowBlock:
-        return row_block(head, self.hidden, self.target, self.temperature, self.positions[first:last])
+        """Those from `first` to before `last`."""
+        index, temperature = self.positions[first:last], self.temperature
+        rows = round_up(index.shape[0], ROW_MULTIPLE)
+        block = torch.zeros(rows, self.hidden.shape[-1], dtype=head.operand, device=self.hidden.device)
+        block[: index.shape[0]] = head.operands(gather_rows(self.hidden, index))
+        rank = head.lora.a.shape[0] if head.lora else 0
+        low_rank = torch.empty(rows, rank, dtype=head.accumulate, device=self.hidden.device)
+        if head.lora:
+            product(block.to(head.accumulate), head.lora.a.to(head.accumulate).T, low_rank)
+            low_rank.mul_(head.lora.scaling)
+        if isinstance(temperature, Tensor):
+            temperature = pad_rows(temperature.reshape(-1)[index].to(head.accumulate), rows, 1.0)
+        return RowBlock(index, block, low_rank, pad_rows(self.target.reshape(-1)[index], rows, -1), temperature)
 
 
 class Ranges(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._linear_backward import FormDlogits, Slopes
-from ._linear_head import ROW_MULTIPLE, Head, Ranges, RowBlock, add_product, product, round_up, row_block
+from ._linear_head import ROW_MULTIPLE, Head, Ranges, RowBlock, Rows, add_product, product, round_up
 
 DEEPEST = {torch.float32: -87.0, torch.float64: -708.0}
 """z - m is clamped here: e^(z - m) stays a normal number, 1e-38 where the sum is 1 or more. Results that underflow make
@@ -133,22 +133,14 @@ def fold(tile: Tensor, owned: Owned, stats: RowStats, tiles: Tiles) -> None:
     stats.shift.copy_(shift)
 
 
-def row_stats(
-    head: Head,
-    hidden: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    index: Tensor,
-    workspace: int,
-    with_entropy: bool,
-) -> RowStats:
-    """Statistics `[n]` of the rows at `index`."""
-    ranges = Ranges.of(head, workspace, index.shape[0])
+def row_stats(head: Head, rows: Rows, workspace: int, with_entropy: bool) -> RowStats:
+    """Statistics `[n]` of the rows."""
+    ranges = Ranges.of(head, workspace, rows.positions.shape[0])
     tiles = Tiles(head, ranges)
-    result = empty_stats(index.shape[0], hidden, head.accumulate, with_entropy)
+    result = empty_stats(rows.positions.shape[0], rows.hidden, head.accumulate, with_entropy)
     for first, last in ranges.rows:
-        block = row_block(head, hidden, target, temperature, index[first:last])
-        stats = empty_stats(block.padded, hidden, head.accumulate, with_entropy)
+        block = rows.block(head, first, last)
+        stats = empty_stats(block.padded, rows.hidden, head.accumulate, with_entropy)
         for (start, stop), owned in zip(ranges.columns, owners(block.target, ranges.columns), strict=True):
             tile = tiles.tile(block, start, stop)
             tiles.logits(block, head.operands(head.weight[start:stop]), start, stop, tile)

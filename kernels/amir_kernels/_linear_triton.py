@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._linear_backward import FormDlogits, Slopes
-from ._linear_head import Head, Ranges, RowBlock, round_up, row_block, scratch_bytes
+from ._linear_head import Head, Ranges, RowBlock, Rows, round_up, scratch_bytes
 from ._linear_torch import RowStats, empty_stats
 from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of, raw_logits, store_parts
 from ._tile_table import LARGEST_TILE, Config, architecture_of, config_of, splits_of
@@ -376,23 +376,14 @@ def block_stats(head: Head, block: RowBlock, with_entropy: bool, kept: Tensor | 
     return RowStats(*merged)
 
 
-def triton_row_stats(
-    head: Head,
-    hidden: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    index: Tensor,
-    workspace: int,
-    with_entropy: bool,
-) -> RowStats:
+def triton_row_stats(head: Head, rows: Rows, workspace: int, with_entropy: bool) -> RowStats:
     """`row_stats` of the torch backend, by the kernels."""
-    config, count = config_of(head, architecture_of(head.weight.device)), index.shape[0]
-    result = empty_stats(count, hidden, torch.float32, with_entropy)
+    config, count = config_of(head, architecture_of(head.weight.device)), rows.positions.shape[0]
+    result = empty_stats(count, rows.hidden, torch.float32, with_entropy)
     tall = forward_rows(head, count, workspace, splits_of(head.weight.shape[0], config)[0])
     for first in range(0, count, tall):
         last = min(first + tall, count)
-        block = row_block(head, hidden, target, temperature, index[first:last])
-        result.take(slice(first, last), block_stats(head, block, with_entropy))
+        result.take(slice(first, last), block_stats(head, rows.block(head, first, last), with_entropy))
     return result
 
 

@@ -111,9 +111,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if call.triton:
         from ._linear_triton import triton_row_stats as statistics
     with exact_products(target.device):
-        stats = shard.merge(
-            statistics(head, call.hidden, target, call.row_temperature, index, call.workspace, with_entropy)
-        )
+        rows = Rows(call.hidden, target, call.row_temperature, index)
+        stats = shard.merge(statistics(head, rows, call.workspace, with_entropy))
     log_total = stats.total.log()
     logprob = stats.picked - stats.shift - log_total
     entropy = None if stats.weighted is None else log_total - stats.weighted / stats.total

@@ -25,7 +25,7 @@ from ._checks import check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
 from ._linear_formed import FormedLoss, FormedSweep, default_room
-from ._linear_head import Head, Ranges, Rows, add_product, exact_products, gather_rows, row_block
+from ._linear_head import Head, Ranges, RowBlock, Rows, add_product, exact_products, gather_rows
 from ._linear_torch import RowStats, SlopeStats, Tiles, fold_slope, owners
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
 from .policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
@@ -40,14 +40,11 @@ if TYPE_CHECKING:
 # ---- log-prob and its slope in one sweep ---------------------------------------------------------------------------
 
 
-def _block_slope(
-    head: Head, tiles: Tiles, ranges: Ranges, hidden: Tensor, target: Tensor, temperature: Tensor | float, index: Tensor
-) -> tuple[RowStats, Tensor]:
+def _block_slope(head: Head, tiles: Tiles, ranges: Ranges, block: RowBlock) -> tuple[RowStats, Tensor]:
     """Statistics and d logprob / d hidden of a block's rows, without the factor logit_scale / temperature."""
-    block = row_block(head, hidden, target, temperature, index)
     folded = SlopeStats.empty(block, head.accumulate)
     stats = folded.stats
-    others = torch.zeros(block.hidden.shape, dtype=head.accumulate, device=hidden.device)
+    others = torch.zeros(block.hidden.shape, dtype=head.accumulate, device=block.hidden.device)
     others_b = torch.zeros_like(block.low_rank)
     for (start, stop), owned in zip(ranges.columns, owners(block.target, ranges.columns), strict=True):
         weight = head.operands(head.weight[start:stop])
@@ -60,7 +57,7 @@ def _block_slope(
         add_product(others.mul_(fade), exps, weight)
         if head.lora:
             add_product(others_b.mul_(fade), exps, head.operands(head.lora.b[start:stop]))
-    real = slice(0, index.shape[0])
+    real = slice(0, block.positions.shape[0])
     stats = stats.of(real)
     own = (-torch.expm1(stats.picked - stats.shift - stats.total.log()) * folded.cap_slope[real])[:, None]
     chosen = block.target[real]
@@ -75,12 +72,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """logprob `[...]` and its gradient to hidden `[..., H]`, both 0 where ignored."""
     call = Call(*arguments)
     head, index, temperature = call.head, live_rows(call, call.weight.shape[0]), call.row_temperature
+    live = Rows(call.hidden, call.target, temperature, index)
     logprob = torch.zeros(call.target.numel(), dtype=head.accumulate, device=call.hidden.device)
     if call.triton:
         from ._linear_kept import kept_slope
 
         with exact_products(call.hidden.device):
-            logprob[index], slope = kept_slope(head, Rows(call.hidden, call.target, temperature, index), call.workspace)
+            logprob[index], slope = kept_slope(head, live, call.workspace)
         return logprob.view(call.target.shape), slope
     ranges = Ranges.of(head, call.workspace, index.shape[0])
     tiles = Tiles(head, ranges)
@@ -88,7 +86,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with exact_products(call.hidden.device):
         for first, last in ranges.rows:
             rows = index[first:last]
-            stats, pull = _block_slope(head, tiles, ranges, call.hidden, call.target, temperature, rows)
+            stats, pull = _block_slope(head, tiles, ranges, live.block(head, first, last))
             logprob[rows] = stats.picked - stats.shift - stats.total.log()
             heat = temperature.reshape(-1)[rows, None] if isinstance(temperature, Tensor) else temperature
             slope[rows] = pull.mul_(head.logit_scale / heat)

@@ -46,7 +46,8 @@ def linear_cross_entropy(
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     length = targets.shape[-1] if targets.dim() else 0
-    check_count("shift", steps := int(shift) if isinstance(shift, bool) else shift, at_least=None)
+    steps = int(shift) if isinstance(shift, bool) else shift
+    check_count("shift", steps, at_least=None)
     if steps and not 0 < steps < length:
         raise ValueError(f"shift must lie in [0, {length}), the length of targets, got {shift}")
     embeddings, shifted = (e[..., :-steps, :], targets[..., steps:]) if steps else (e, targets)
