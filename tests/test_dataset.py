@@ -73,6 +73,10 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
     for path, split, expected in (("one", None, 3), ("two", None, 3), ("two", "dev", 1)):
         task = load(tmp_path / path, split=split, prompt="{question}")
         assert [example.answer for example in task.train] == [str(i) for i in range(expected)]
+    (tmp_path / "one" / "broken").mkdir()
+    (tmp_path / "one" / "broken" / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken'.*load_from_disk says"):
+        load(tmp_path / "one" / "broken", prompt="{question}")
     for path, split, words in (("one", "dev", "no splits"), ("two", "test", "has train, dev")):
         with pytest.raises(ConfigError, match=words):
             load(tmp_path / path, split=split, prompt="{question}")

@@ -19,9 +19,7 @@ def read_rows(path: str, key: str = "task.path", subset: str | None = None, spli
     """Place and columns of every row of a file, or of a split of a dataset; `key` is the setting that named it."""
     kind = Path(path).suffix.lower()
     if kind not in READERS:
-        rows = list(
-            _saved(path, key, subset, split) if _is_saved(path) else _dataset(path, key, subset, split or "train")
-        )
+        rows = list(_dataset(path, key, subset, split))
     else:
         for setting, value in (("subset", subset), ("split", split)):
             if value is not None:
@@ -101,38 +99,31 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield f"{path}, row {number}", row
 
 
-def _dataset(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
-    from datasets import load_dataset
+def _dataset(path: str, key: str, subset: str | None, split: str | None) -> Iterator[Row]:
+    """Rows of a folder that `datasets` wrote by `save_to_disk`, or of what `load_dataset` finds."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
+    folder = Path(path).expanduser()
+    saved = any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    split = split if saved else split or "train"
     try:
-        rows = load_dataset(path, subset, split=split)
+        rows = load_from_disk(str(folder)) if saved else load_dataset(path, subset, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         told = " ".join(str(error).split())
+        by = "load_from_disk" if saved else "load_dataset"
         raise ConfigError(
-            f"{key} = {path!r}: no file that ends in {', '.join(READERS)}, and load_dataset says: {told}"
+            f"{key} = {path!r}: no file that ends in {', '.join(READERS)}, and {by} says: {told}"
         ) from None
-    for number, row in enumerate(rows, start=1):
-        yield f"{path} ({split}), row {number}", row
-
-
-def _is_saved(path: str) -> bool:
-    return any((Path(path).expanduser() / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-
-
-def _saved(path: str, key: str, subset: str | None, split: str | None) -> Iterator[Row]:
-    """Rows of a folder that `datasets` wrote by `save_to_disk`."""
-    from datasets import DatasetDict, load_from_disk
-
-    if subset is not None:
+    if saved and subset is not None:
         raise ConfigError(f"task.subset = {subset!r}: {key} = {path!r} is a saved dataset, which has no subset")
-    held = load_from_disk(str(Path(path).expanduser()))
-    if isinstance(held, DatasetDict):
+    if isinstance(rows, DatasetDict):
         split = split or "train"
-        if split not in held:
-            raise ConfigError(f"task.split = {split!r}: {key} = {path!r} has {', '.join(held)}")
-        held = held[split]
-    elif split is not None:
+        if split not in rows:
+            raise ConfigError(f"task.split = {split!r}: {key} = {path!r} has {', '.join(rows)}")
+        rows = rows[split]
+    elif saved and split is not None:
         raise ConfigError(f"task.split = {split!r}: {key} = {path!r} is one saved dataset, which has no splits")
-    for number, row in enumerate(held, start=1):
-        yield f"{path}, row {number}", row
+    name = path if split is None else f"{path} ({split})"
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}, row {number}", row
