@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .config import ConfigError, RunConfig, RunStopped, config_yaml, load_config, recipe_names
+from .config import ConfigError, RunConfig, RunLost, RunStopped, config_yaml, load_config, recipe_names
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -54,6 +54,9 @@ def train(
     except KeyboardInterrupt:
         if _FIRST_RANK:
             typer.echo(f"amir: interrupted; {_GO_ON}", err=True)
+        raise typer.Exit(FAILED) from None
+    except RunLost as error:
+        typer.echo(f"amir: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except (OSError, RunStopped) as error:
         typer.echo(f"amir: {error}; what was written before is kept: {_GO_ON}", err=True)
@@ -115,11 +118,11 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
     directory = ranks.together(
         lambda: RunDirectory(path, config, resume=resume) if ranks.first else ForeignDirectory(path)
     )
-    display = Terminal(config.max_steps, path / "tensorboard") if ranks.first else Silence()
+    display = Terminal(config.max_steps, path / "tensorboard", directory.log) if ranks.first else Silence()
     with directory, display:
         trainer = ranks.together(lambda: Trainer(config, policy, task, directory, display))
         if resume:
-            trainer.resume()
+            ranks.together(trainer.resume)
         trainer.train()
     if not ranks.first:
         return

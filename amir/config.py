@@ -69,6 +69,10 @@ class RunStopped(RuntimeError):
     """A run that cannot go on: says why. `--resume` goes on from the latest checkpoint."""
 
 
+class RunLost(RunStopped):
+    """A run whose folder was deleted or moved under it."""
+
+
 DIVERGED = "expected a smaller learning_rate or max_grad_norm, or dtype 'float32', in a run of its own"
 """What to do about weights or gradients that are NaN or infinite."""
 

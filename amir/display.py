@@ -1,6 +1,10 @@
 """Live progress in the terminal, and the picture of a run's curves."""
 
 import json
+import os
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +18,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Silence:
@@ -39,14 +45,16 @@ class Silence:
 class Terminal:
     """A progress bar under a line a step; the lines alone where there is no terminal."""
 
-    def __init__(self, total_steps: int, tensorboard: Path) -> None:
+    def __init__(self, total_steps: int, tensorboard: Path, log: Callable[[str], None]) -> None:
         self.console = Console()
-        self._tensorboard = tensorboard
+        self._events: Path | None = (
+            tensorboard / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        )
+        self._log = log
         columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn()]
         columns += [TextColumn("{task.description}"), TimeRemainingColumn(compact=True)]
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._task: TaskID = self._progress.add_task("evaluating and sampling", total=total_steps)
-        self._writer: SummaryWriter | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -54,13 +62,13 @@ class Terminal:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        if self._writer:
-            self._writer.close()
 
     def begin(self, finished_steps: int) -> None:
         """Starts the bar and TensorBoard's file after the steps that are done."""
         self._progress.update(self._task, completed=finished_steps)
-        self._writer = SummaryWriter(str(self._tensorboard), purge_step=finished_steps + 1)
+        first = finished_steps + 1  # TensorBoard forgets what earlier files have from this step on
+        restart = Event(step=first, session_log=SessionLog(status=SessionLog.START))
+        self._append(Event(step=first, file_version="brain.Event:2"), restart)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Shows one step and adds it to TensorBoard."""
@@ -73,13 +81,28 @@ class Terminal:
         self._progress.update(self._task, completed=metrics["step"], description=summary)
         line = f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s"
         self.console.print(line, highlight=False, soft_wrap=True)
-        for name, value in metrics.items():
-            if self._writer and value is not None:
-                self._writer.add_scalar(name, value, metrics["step"])
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
+        self._append(Event(step=metrics["step"], summary=Summary(value=values)))
 
     def say(self, text: str) -> None:
         """Shows a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _append(self, *events: Event) -> None:
+        """Adds to TensorBoard's file. One that cannot be written is said, and the run goes on: it is a view only."""
+        if self._events is None:
+            return
+        try:
+            self._events.parent.mkdir(exist_ok=True)
+            with self._events.open("ab") as file:
+                for event in events:
+                    event.wall_time = time.time()
+                    RecordWriter(file).write(event.SerializeToString())
+        except OSError as error:
+            text = f"{self._events}: cannot be written ({error.strerror}); metrics.jsonl has what TensorBoard lacks"
+            self._events = None
+            self._log(text)
+            self.say(text)
 
 
 CURVES = ("pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_seconds")

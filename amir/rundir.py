@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock, Timeout
 
-from .config import ConfigError, RunConfig, ServerSampling, config_yaml
+from .config import ConfigError, RunConfig, RunLost, ServerSampling, config_yaml
 
 
 class RunDirectory:
@@ -84,6 +84,7 @@ class RunDirectory:
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
+        self._refuse_loss()
         path = self.path / f"{name}.jsonl"
         with _named(path), path.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
@@ -92,6 +93,7 @@ class RunDirectory:
 
     def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Writes completions/KIND-STEP.jsonl, a line a completion."""
+        self._refuse_loss()
         _write_lines(self.path / "completions" / f"{kind}-{step:06d}.jsonl", rows)
 
     def log(self, text: str) -> None:
@@ -99,16 +101,28 @@ class RunDirectory:
         if not self._started:
             self._unwritten.append(text)
             return
+        self._refuse_loss()
         with _named(self.path / "log.txt"), (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def _refuse_loss(self) -> None:
+        """RunLost where the folder that was started is no longer at its path: nothing of it is made there again."""
+        if self._started and not (self.path / "config.yaml").exists():
+            raise RunLost(
+                f"{self.path}: the run's folder was deleted or moved. Move it back and add --resume to the same "
+                "command; if it is lost, the same command starts from step 1"
+            )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
+            with contextlib.suppress(OSError, RunLost):
+                self.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
         self.close()
+        if isinstance(error, OSError):
+            self._refuse_loss()
 
     def close(self) -> None:
         """Gives the folder free; removes it where the run never started and this object made it."""
@@ -125,6 +139,7 @@ class ForeignDirectory(RunDirectory):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._started = False
 
     def start(self) -> None:
         """Nothing: the first rank makes the folder."""

@@ -1,0 +1,159 @@
+"""A run's folder that goes away or cannot be written while the run is at it; what TensorBoard reads there."""
+
+import errno
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import amir.__main__ as command
+from amir.config import RunConfig, config_yaml
+from amir.display import Terminal
+from amir.rundir import RunDirectory
+from amir.tasks import TASKS
+from amir.trainer import Trainer
+from test_trainer import ParityGrader, rows
+from tiny import crash_after, model, policy, run_config, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amir.rewards.runner.Correctness", ParityGrader)
+
+
+def in_terminal(path: Path, config: RunConfig, *, resume: bool = False) -> Trainer:
+    """A run with the display of the command."""
+    directory = RunDirectory(path, config, resume=resume)
+    display = Terminal(config.max_steps, path / "tensorboard", directory.log)
+    made = Trainer(config, policy(config, moved=False), TASKS["arithmetic"](config.task), directory, display)
+    if resume:
+        made.resume()
+    return made
+
+
+def written_run(tmp_path: Path) -> Path:
+    """Folder of the run that `run.yaml` beside it describes."""
+    model().save_pretrained(tmp_path / "tiny")
+    tokenizer().save_pretrained(tmp_path / "tiny")
+    config = run_config(model=str(tmp_path / "tiny"), output_dir=str(tmp_path / "run"))
+    (tmp_path / "run.yaml").write_text(config_yaml(config))
+    return tmp_path / "run"
+
+
+def amir_train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["amir", "train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    return ended.value.code
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, place: str, number: int, action: Callable[[], object]) -> None:
+    """Does `action` before the `number`-th call of the function at `place`, module:name."""
+    owner: object = importlib.import_module(place.partition(":")[0])
+    *parents, name = place.partition(":")[2].split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, calls = getattr(owner, name), []
+
+    def counted(*arguments: object, **keywords: object) -> object:
+        calls.append(name)
+        if len(calls) == number:
+            action()
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+MOMENTS = {
+    "while it samples": ("amir.rollout:sample", 4),
+    "completions written, before the metrics": ("amir.trainer:make_batch", 2),
+    "metrics written, before TensorBoard": ("amir.display:Terminal.step", 2),
+    "inside a checkpoint": ("amir.checkpoint:_sync", 2),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_folder_that_is_taken_away_ends_the_run_in_one_line(tmp_path, monkeypatch, capfd, moment: str) -> None:
+    folder = written_run(tmp_path)
+    capfd.readouterr()
+    with monkeypatch.context() as patched:
+        at_call(patched, *MOMENTS[moment], lambda: folder.rename(tmp_path / "elsewhere"))
+        assert amir_train(patched, str(tmp_path / "run.yaml")) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("\n") == 1
+    assert f"amir: {folder}: the run's folder was deleted or moved" in said
+    assert not folder.exists()
+
+    (tmp_path / "elsewhere").rename(folder)
+    assert amir_train(monkeypatch, str(tmp_path / "run.yaml"), "--resume") == 0
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_tensorboard_shows_each_step_once_with_the_values_of_metrics_jsonl(tmp_path) -> None:
+    config = run_config(max_steps=4, eval_prompts=0)
+    cut = in_terminal(tmp_path, config)
+    crash_after(cut, step=3)
+    resumed = in_terminal(tmp_path, config, resume=True)
+    cut.display._events.rename(cut.display._events.with_name("events.out.tfevents.1.cut"))
+    resumed.train()
+    resumed.directory.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("reward", "pairs", "grad_norm", "reward/correctness"):
+        recorded = [(row["step"], pytest.approx(row[name])) for row in rows(tmp_path / "metrics.jsonl")]
+        assert [(event.step, event.value) for event in shown.Scalars(name)] == recorded
+    assert "mismatch" not in shown.Tags()["scalars"]
+
+
+def test_a_view_that_was_deleted_comes_back(tmp_path) -> None:
+    made = in_terminal(tmp_path, run_config(eval_prompts=0))
+    show = made.display.step
+
+    def delete(metrics: dict[str, object]) -> None:
+        show(metrics)
+        if metrics["step"] == 1:
+            shutil.rmtree(tmp_path / "tensorboard")
+
+    made.display.step = delete
+    made.train()
+    made.directory.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("reward")] == [2, 3]
+
+
+def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = in_terminal(tmp_path, run_config(eval_prompts=0))
+    at_call(monkeypatch, "amir.display:RecordWriter.write", 4, full)
+    made.train()
+    made.directory.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    words = "cannot be written (No space left on device); metrics.jsonl has what TensorBoard lacks"
+    for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
+        assert text.count(words) == 1
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("reward")] == [1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions", "log.txt"])
+def test_a_record_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, monkeypatch, capfd, name: str) -> None:
+    unwritable = written_run(tmp_path) / name
+    capfd.readouterr()
+
+    def replace() -> None:
+        shutil.rmtree(unwritable) if unwritable.is_dir() else unwritable.unlink(missing_ok=True)
+        unwritable.symlink_to("/dev/full")
+
+    at_call(monkeypatch, "amir.display:Terminal.begin", 1, replace)
+    assert amir_train(monkeypatch, str(tmp_path / "run.yaml")) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert name in said
+    assert "--resume goes on from the latest checkpoint" in said
