@@ -88,19 +88,26 @@ class Ranks:
         return made
 
     def together(self, make: Callable[[], Result]) -> Result:
-        """`make()` on every rank. Where it raises ConfigError on any, all end; the first has every message once."""
+        """`make()` on every rank. Where it raises ConfigError or RunStopped on any, all end and the first says why.
+
+        It has every message once; the others leave after it, with its exit code. `make` may speak to other ranks only
+        before it raises, or where all of them raise alike.
+        """
         made: Result | None = None
-        error: str | None = None
+        error: tuple[type[ConfigError | RunStopped], str] | None = None
         try:
             made = make()
-        except ConfigError as refusal:
-            error = str(refusal)
-        errors = dict.fromkeys(text for text in self.gather(error) if text is not None)
-        if errors and self.first:
-            raise ConfigError("\n".join(errors))
-        if errors:
-            raise SystemExit(2)
-        return made  # type: ignore[return-value]
+        except (ConfigError, RunStopped) as refusal:
+            error = type(refusal), str(refusal)
+        errors = [given for given in self.gather(error) if given is not None]
+        if not errors:
+            return made  # type: ignore[return-value]
+        kind = errors[0][0]
+        if self.first:
+            raise kind("\n".join(dict.fromkeys(text for _, text in errors)))
+        with contextlib.suppress(RuntimeError):
+            self.gather(None)  # which fails when the first has gone: torchrun ends all as soon as one has
+        raise SystemExit(2 if issubclass(kind, ConfigError) else 1)
 
     def wait(self) -> None:
         """Returns when every rank is here."""
@@ -113,7 +120,11 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started, connected; or this process alone. RunStopped where another one went away."""
+    """The ranks that torchrun started, connected; or this process alone.
+
+    Where another one went away, the first raises RunStopped; the others leave in silence, since the first one or
+    torchrun says why.
+    """
     if not dist.is_torchelastic_launched():
         yield ALONE
         return
@@ -125,7 +136,9 @@ def joined_ranks() -> Iterator[Ranks]:
     except RuntimeError as error:
         if isinstance(error, RunStopped) or not (isinstance(error, dist.DistBackendError) or "gloo" in str(error)):
             raise
-        raise RunStopped(f"rank {dist.get_rank()} lost touch with another, which has ended or said why") from None
+        if dist.get_rank() > 0:
+            raise SystemExit(1) from None
+        raise RunStopped("the first rank lost touch with another, which has said why or was killed") from None
     finally:
         dist.destroy_process_group()
 

@@ -7,11 +7,12 @@ detached, until a batch is reused), no training forward for completions whose gr
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from .batch import make_batch, weighted_sum
+from .batch import Batch, make_batch, weighted_sum
 from .checkpoint import data_position, latest_checkpoint, load_checkpoint, save_checkpoint, save_result
 from .config import ConfigError, RunConfig
 from .correction import LARGE_MISMATCH
@@ -109,14 +110,13 @@ class Trainer:
             for step in range(self.finished_steps + 1, c.max_steps + 1):
                 clock = Clock()
                 groups = self._collect(step, clock)
-                rollout, rewards = groups.chosen(self.policy)
-                batch = make_batch(rollout.tokens, rewards.to(self.policy.device), rollout.truncated, c)
-                batch = with_reference(self.policy, replace(batch, sampled_logprobs=rollout.logprobs), c, self.budget)
+                batch = self.ranks.together(partial(self._batch, groups))
+                batch = with_reference(self.policy, batch, c, self.budget)
                 clock.lap("reference")
 
                 for _ in range(c.num_iterations):
                     batch, sums = backward(self.policy, batch, self.objective, c, self.budget)
-                    grad_norm = apply_update(self.optimizer, c, step)
+                    grad_norm = self.ranks.together(partial(apply_update, self.optimizer, c, step))
                 clock.lap("update")
 
                 sums.update(batch_sums(batch, c))
@@ -176,6 +176,12 @@ class Trainer:
             self.directory.record_completions("step", step, rows)
         return groups
 
+    def _batch(self, groups: Groups) -> Batch:
+        """The groups to train on as a batch, with the sampler's log-probs."""
+        rollout, scores = groups.chosen(self.policy)
+        batch = make_batch(rollout.tokens, scores.to(self.policy.device), rollout.truncated, self.config)
+        return replace(batch, sampled_logprobs=rollout.logprobs)
+
     def _next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts, which count as consumed: each epoch is its own permutation of the training prompts."""
         size = len(self.prompts)
@@ -188,24 +194,28 @@ class Trainer:
         self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock | None = None
     ) -> tuple[Rollout, torch.Tensor]:
         """Completions of the prompts and their scores `[B, F]`: each rank makes those of its share, and gets all."""
-        clock, mine, part = clock or Clock(), list(self.ranks.share(prompts)), None
+        clock = clock or Clock()
+        part = self.ranks.together(partial(self._own_part, prompts, group_size, stream, clock))
+        parts = [part] if self.ranks.size == 1 else self.ranks.gather(on_cpu(part))
+        rollouts, scores, notes = zip(*[given for given in parts if given is not None], strict=True)
+        everything = [torch.ones(len(rollout.tokens.prompt_ids), dtype=torch.bool) for rollout in rollouts]
+        rollout = rollouts[0] if self.ranks.size == 1 else joined(self.policy, list(rollouts), everything)
+        for note in [note for given in notes for note in given]:
+            self.say(note)
+        clock.lap("reward")
+        return rollout, torch.cat(scores)
+
+    def _own_part(
+        self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock
+    ) -> tuple[Rollout, torch.Tensor, list[str]] | None:
+        """This rank's completions, their scores and what to say of them; None where it has no share of the prompts."""
+        mine = list(self.ranks.share(prompts))
         if self.config.sampler.name == "server":  # one rank talks to it for all
             mine = prompts if self.ranks.first else []
         if mine or self.policy.sharded:  # a rank without a share samples along, since its part of the weights is needed
             rollout = self._sample(mine or prompts[:1], group_size, self.ranks.name(stream))
         clock.lap("rollout")
-        if mine:
-            scores, notes = self._reward(rollout, mine, group_size)
-            part = rollout, scores, notes
-        if self.ranks.size > 1:
-            parts = [given for given in self.ranks.gather(on_cpu(part)) if given is not None]
-            everything = [torch.ones(len(given[0].tokens.prompt_ids), dtype=torch.bool) for given in parts]
-            rollout = joined(self.policy, [given[0] for given in parts], everything)
-            scores, notes = torch.cat([given[1] for given in parts]), [note for given in parts for note in given[2]]
-        for note in notes:
-            self.say(note)
-        clock.lap("reward")
-        return rollout, scores
+        return (rollout, *self._reward(rollout, mine, group_size)) if mine else None
 
     def _sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout:
         seed = derived_seed(self.config.seed, stream)

@@ -141,31 +141,47 @@ def test_fewer_prompts_than_ranks(tmp_path) -> None:
 ONE_RANK_FAILS = (
     "def moody(completions):\n    if len(completions) == 4: raise ValueError('few')\n    return [1.0] * 8\n"
 )
+OVERFLOWS = {"learning_rate": 1e15, "warmup_steps": 0, "save_steps": 1}
+REFUSED, STOPPED = 2, 1
 ENDS = {
-    "a misspelt key": ({"more": "learning_rat: 1\n"}, "unknown key 'learning_rat'", "amir: "),
+    "a misspelt key": (REFUSED, [], {"more": "learning_rat: 1\n"}, "unknown key 'learning_rat'"),
     "a sampler that needs the model whole": (
+        REFUSED,
+        [],
         {"lora": None, "sampler": {"name": "paged"}},
-        "amir: sampler.name = 'paged': on several ranks each holds a part of every weight",
-        "amir: ",
+        "sampler.name = 'paged': on several ranks each holds a part of every weight",
     ),
     "a reward that fails on one rank": (
+        STOPPED,
+        [],
         {"rewards": [{"function": "mine.py:moody"}], "eval_prompts": 0},
-        "raised ValueError: few",
-        "moody",
+        "reward moody (mine.py:moody) raised ValueError: few",
+    ),
+    "a gradient that is not finite on any rank": (STOPPED, [], OVERFLOWS, "step 2: the gradient is not finite"),
+    "parts of a model that cannot be sampled": (
+        STOPPED,
+        ["--sample"],
+        OVERFLOWS | {"lora": None},
+        "the policy computes NaN or infinity",
     ),
 }
 
 
 @pytest.mark.parametrize("way", ENDS)
 def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
-    """By one rank, without a traceback of ours; what torchrun adds is its own."""
-    changes, words, once = ENDS[way]
+    """By the first rank, without a traceback of ours; what torchrun adds is its own."""
+    code, options, changes, words = ENDS[way]
     (tmp_path / "mine.py").write_text(ONE_RANK_FAILS)
-    done = ended(tmp_path, "bad", 2, **changes)
+    done = ended(tmp_path, "bad", 2, *options, **changes)
     assert done.returncode != 0
-    assert words in done.stderr, done.stderr
-    assert sum(once in line for line in done.stderr.splitlines()) == 1, done.stderr
+    assert [line for line in done.stderr.splitlines() if "amir: " in line and words in line], done.stderr
+    assert done.stderr.count("amir: ") == 1, done.stderr
     assert "[rank" not in done.stderr, done.stderr
+    assert f"failed (exitcode: {code}) local_rank: 0" in done.stderr, done.stderr  # whom torchrun saw end first
+    if code == STOPPED:
+        assert (tmp_path / "bad" / "log.txt").read_text().count(words) == 1
+    if "save_steps" in changes:
+        assert (tmp_path / "bad" / "checkpoints" / "step-1" / "state.json").exists()
 
 
 def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
