@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock, Timeout
 
-from .config import ConfigError, RunConfig, RunLost, ServerSampling, config_yaml
+from .config import ConfigError, PagedSampling, RunConfig, RunLost, ServerSampling, config_yaml
 
 
 class RunDirectory:
@@ -215,9 +215,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "output_dir", "threads", "micro_batch_tokens"}
-MAY_CHANGE |= {f"sampler.{key}" for key in ServerSampling.model_fields if key not in ("name", "dialect")}
-"""Settings that a resumed run may change; every other one would make it another run."""
+MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "eval_prompts", "eval_samples", "output_dir", "threads"}
+MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activations", "rewards.timeout_seconds"}
+MAY_CHANGE |= {f"sampler.{key}" for kind in (PagedSampling, ServerSampling) for key in kind.model_fields}
+MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
+"""Settings that a resumed run may change: how far, how long to wait, what to save and show, what fits into memory.
+
+Every other one would make it another run.
+"""
 
 
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
@@ -232,22 +237,26 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     if not (path / "config.yaml").exists():
         raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
     try:
-        saved = _flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+        saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path / 'config.yaml'}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError):
+    except (yaml.YAMLError, TypeError, ValueError):
         raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
-    now = _flat(yaml.safe_load(config_yaml(config)))
-    for key in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
-        if saved.get(key) != now.get(key):
+    for key, before, now in _changes(saved, yaml.safe_load(config_yaml(config))):
+        if key not in MAY_CHANGE:
             raise ConfigError(
-                f"{key} = {now.get(key)!r}: the run in {str(path)!r} has {saved.get(key)!r}; a resumed run keeps it "
+                f"{key} = {now!r}: the run in {str(path)!r} has {before!r}; a resumed run keeps it "
                 f"(it may change {', '.join(sorted(MAY_CHANGE))})"
             )
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with each of the sampler's beside them: a server may have moved."""
-    sampler = settings.get("sampler") or {}
-    others = {key: value for key, value in settings.items() if key != "sampler"}
-    return others | {f"sampler.{key}": value for key, value in sampler.items()}
+def _changes(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two configs differ: the setting's dotted name and both values. A list's entries bear the list's name."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in now | before:
+            yield from _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for one, other in zip(before, now, strict=True):
+            yield from _changes(one, other, name)
+    elif before != now:
+        yield name, before, now

@@ -1,19 +1,21 @@
-"""A run's folder that goes away or cannot be written while the run is at it; what TensorBoard reads there."""
+"""A run's folder that goes away or cannot be written, what TensorBoard reads there, what a resumed run may change."""
 
 import errno
 import importlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import amir.__main__ as command
-from amir.config import RunConfig, config_yaml
+from amir.config import ConfigError, RunConfig, config_yaml
 from amir.display import Terminal
-from amir.rundir import RunDirectory
+from amir.rundir import MAY_CHANGE, RunDirectory, _changes
 from amir.tasks import TASKS
 from amir.trainer import Trainer
 from test_trainer import ParityGrader, rows
@@ -140,6 +142,87 @@ def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
         assert text.count(words) == 1
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in shown.Scalars("reward")] == [1]
+
+
+FUNCTION = {"function": "mine.py:short", "timeout_seconds": 1.0}
+SERVER = {"name": "server", "url": "http://one:8000", "api_key_env": "KEY"}
+MAY_CHANGE_FROM_TO = {
+    "max_steps": (3, 9),
+    "save_steps": (2, 1),
+    "eval_steps": (0, 2),
+    "eval_prompts": (2, 0),
+    "eval_samples": (2, 4),
+    "threads": (None, 1),
+    "micro_batch_tokens": (200, 60),
+    "gradient_checkpointing": (False, True),
+    "rewards": ([{"name": "integer"}, FUNCTION], [{"name": "integer"}, FUNCTION | {"timeout_seconds": 90.0}]),
+    "sampler": (
+        SERVER,
+        SERVER | {"url": "http://two:8000", "api_key_env": None, "model": "tiny", "adapter_dir": "here"},
+    ),
+    "sampler (waiting)": (SERVER, SERVER | {"timeout_seconds": 1.0, "wait_seconds": 0.0, "concurrent_requests": 1}),
+    "sampler (tolerance)": (SERVER, SERVER | {"tolerance": 1.0}),
+    "sampler (paged)": ({"name": "paged"}, {"name": "paged", "cache_tokens": 4096, "batch_tokens": 64}),
+}
+STAYS = {
+    "seed": (0, 1),
+    "learning_rate": (1e-2, 1e-3),
+    "rewards.weight": ([{"name": "integer"}, FUNCTION], [{"name": "integer"}, FUNCTION | {"weight": 2.0}]),
+    "rewards.function": ([FUNCTION], [FUNCTION | {"function": "mine.py:long"}]),
+    "rewards.arguments.scale": ([FUNCTION], [FUNCTION | {"arguments": {"scale": 2}}]),
+    "rewards": ([FUNCTION], [FUNCTION, {"name": "integer"}]),
+    "sampler.name": ({"name": "generate"}, SERVER),
+    "sampler.dialect": (SERVER, SERVER | {"dialect": "transformers"}),
+    "lora.r": ({"r": 4}, {"r": 8}),
+    "lora": ({"r": 4}, None),
+    "task.max_operand": ({"name": "arithmetic"}, {"name": "arithmetic", "max_operand": 5}),
+    "temperature": (1.0, 0.9),
+    "max_completion_length": (9, 10),
+    "dynamic_sampling": (None, {"max_rounds": 2}),
+}
+
+
+def resumed_with(path: Path, name: str, values: tuple[object, object]) -> None:
+    """Opens a run's folder that was made with one value of a setting, with the other one."""
+    before, now = (run_config(**{name.split()[0].partition(".")[0]: value}) for value in values)
+    with RunDirectory(path, before, resume=False) as directory:
+        directory.start()
+    RunDirectory(path, now, resume=True).close()
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE_FROM_TO)
+def test_a_resumed_run_may_change(tmp_path, name: str) -> None:
+    resumed_with(tmp_path, name, MAY_CHANGE_FROM_TO[name])
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_a_resumed_run_keeps(tmp_path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = .*: the run in .* has .*rewards\.timeout_seconds"):
+        resumed_with(tmp_path, name, STAYS[name])
+
+
+def test_each_setting_that_may_change_was_changed_above_and_is_in_the_readme() -> None:
+    tried = {"output_dir", "offload_activations"}  # a folder that moved; is for GPUs only
+    for name, (before, now) in MAY_CHANGE_FROM_TO.items():
+        settings = ({name.split()[0]: value} for value in (before, now))
+        tried |= {key for key, _, _ in _changes(*settings)}
+    assert tried == MAY_CHANGE
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (sentence,) = [line for line in readme.split("\n\n") if line.startswith("A resumed run may change")]
+    documented = set(re.findall(r"`([^`]+)`", sentence)) - {"sampler", "name", "dialect"}
+    assert documented == {name for name in MAY_CHANGE if not name.startswith("sampler.")}
+
+
+def test_what_is_saved_shown_and_fits_into_memory_changes_no_bit_of_the_result(tmp_path) -> None:
+    config = run_config(max_steps=4)
+    whole = in_terminal(tmp_path / "whole", config)
+    whole.train()
+    crash_after(in_terminal(tmp_path / "cut", config), step=3)
+    other = {"save_steps": 1, "eval_steps": 1, "eval_prompts": 3, "eval_samples": 1, "gradient_checkpointing": True}
+    cut = in_terminal(tmp_path / "cut", run_config(max_steps=4, **other), resume=True)
+    cut.train()
+    for left, right in zip(whole.named.values(), cut.named.values(), strict=True):
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions", "log.txt"])
