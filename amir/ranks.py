@@ -106,7 +106,7 @@ class Ranks:
         if self.first:
             raise kind("\n".join(dict.fromkeys(text for _, text in errors)))
         with contextlib.suppress(RuntimeError):
-            self.gather(None)  # which fails when the first has gone: torchrun ends all as soon as one has
+            self.gather(None)  # which fails once the first has gone: torchrun ends all ranks as soon as one is
         raise SystemExit(2 if issubclass(kind, ConfigError) else 1)
 
     def wait(self) -> None:
