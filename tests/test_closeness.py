@@ -87,3 +87,26 @@ def test_error_in_one_small_row_is_not_hidden_by_large_ones():
     kernel[3] *= 1.001
     with pytest.raises(AssertionError, match="row 3"):
         assert_as_good_as(kernel=kernel, eager=truth.float(), truth=truth)
+
+
+def test_peaked_rows_are_judged_together_and_the_others_alone():
+    """On one entry of a peaked row eager is right by luck; a kernel that errs there as eager elsewhere is right."""
+    truth = torch.full((32, 64), 1e-9, dtype=torch.float64)
+    truth[:, 5] = 1.0
+    target = torch.full((32,), -1)
+    off = truth.clone()
+    off[:, 5] += 1e-5
+    lucky = off.clone()
+    lucky[7, 5] = 1.0
+    parts = {"truth": truth, "target": target, "factor": 1.5}
+    assert_as_good_as(kernel=off.float(), eager=lucky.float(), **parts)
+    wrong = off.clone()
+    wrong[7, 5] += 1e-4
+    with pytest.raises(AssertionError, match="peaked rows"):
+        assert_as_good_as(kernel=wrong.float(), eager=lucky.float(), **parts)
+    flat = truth.clone()
+    flat[7] = 1e-9
+    wrong = flat.clone()
+    wrong[7] *= 1.001
+    with pytest.raises(AssertionError, match="rest of row 0"):
+        assert_as_good_as(kernel=wrong.float(), eager=flat.float(), truth=flat, target=target)

@@ -109,10 +109,7 @@ def test_packed_tokens_with_preference_weights(normalize):
 
 @pytest.mark.parametrize("spread", [1, 4, 40])
 def test_slope_errs_no_more_than_eager_float32(spread):
-    """An identity head, so that the gradient of hidden is dlogits itself; 40 gives one-hot rows.
-
-    Where one entry outweighs its row, its error is a matter of luck: peaked rows get more room.
-    """
+    """An identity head, so that the gradient of hidden is dlogits itself; 40 gives one-hot rows."""
     logits = spread * torch.randn(24, 1500, dtype=torch.float64)
     target = torch.multinomial(logits.softmax(-1), 1)[:, 0]
     eye, advantages = torch.eye(1500), torch.randn(24)
@@ -128,7 +125,7 @@ def test_slope_errs_no_more_than_eager_float32(spread):
     ours, eager = (dlogits(f.linear_policy_loss, torch.float32) for f in (__import__("amir_kernels"), reference))
     truth = dlogits(reference.linear_policy_loss, torch.float64)
     assert_as_good_as(
-        kernel=ours, eager=eager, truth=truth, target=target, factor=2.0 if spread == 1 else 4.0, name="dlogits"
+        kernel=ours, eager=eager, truth=truth, target=target, factor=1.5, name="dlogits"
     )
 
 

@@ -70,7 +70,7 @@ class Tiles:
             tile.mul_(head.logit_scale)
         if head.softcap is not None:
             tile.div_(head.softcap).tanh_()
-            slope = torch.mul(tile, tile, out=self.room("slope", *tile.shape)).neg_().add_(1.0)
+            slope = self.room("slope", *tile.shape).fill_(1.0).addcmul_(tile, tile, value=-1)  # t^2 is not rounded
             tile.mul_(head.softcap)
         if isinstance(block.temperature, Tensor):
             tile.div_(block.temperature[:, None])
@@ -90,15 +90,16 @@ class RowStats(NamedTuple):
     shift: Tensor
     """m"""
     total: Tensor
-    """S"""
+    """S, summed in float64: beside the 1 of a nearly certain token other terms would round to nothing"""
     weighted: Tensor | None
     """sum e^(z - m) (z - m)"""
     picked: Tensor
     """z_target"""
 
     def of(self, rows: slice) -> "RowStats":
+        """Of some rows, after all columns."""
         weighted = None if self.weighted is None else self.weighted[rows]
-        return RowStats(self.shift[rows], self.total[rows], weighted, self.picked[rows])
+        return RowStats(self.shift[rows], self.total[rows].to(self.shift.dtype), weighted, self.picked[rows])
 
     def take(self, rows: slice, other: "RowStats") -> None:
         """Copies the first of `other`'s rows to `rows` here."""
@@ -108,8 +109,9 @@ class RowStats(NamedTuple):
 
 
 def empty_stats(rows: int, like: Tensor, dtype: torch.dtype, with_entropy: bool) -> RowStats:
-    zeros = [torch.zeros(rows, dtype=dtype, device=like.device) for _ in range(3)]
-    return RowStats(torch.full_like(zeros[0], LOWEST), zeros[0], zeros[1] if with_entropy else None, zeros[2])
+    weighted, picked = (torch.zeros(rows, dtype=dtype, device=like.device) for _ in range(2))
+    total = torch.zeros_like(picked, dtype=dtype if like.device.type == "mps" else torch.float64)
+    return RowStats(torch.full_like(picked, LOWEST), total, weighted if with_entropy else None, picked)
 
 
 def fold(tile: Tensor, owned: Owned, stats: RowStats, tiles: Tiles) -> None:
@@ -129,7 +131,8 @@ def fold(tile: Tensor, owned: Owned, stats: RowStats, tiles: Tiles) -> None:
         exps = torch.exp(tile, out=tiles.room("exps", *tile.shape))
         moved = (stats.weighted + (stats.shift - shift) * stats.total) * fade
         stats.weighted.copy_(moved + tile.mul_(exps).sum(1))
-    stats.total.mul_(fade).add_(exps.sum(1))
+    sixteenths = exps.view(-1, ROW_MULTIPLE, exps.shape[1] // ROW_MULTIPLE)
+    stats.total.mul_(fade).add_(sixteenths.sum(1).sum(1, dtype=stats.total.dtype))
     stats.shift.copy_(shift)
 
 
@@ -147,7 +150,7 @@ def row_stats(head: Head, rows: Rows, workspace: int, with_entropy: bool) -> Row
             tiles.finish_logits(tile, block, stop - start)
             fold(tile, owned, stats, tiles)
         result.take(slice(first, last), stats)
-    return result
+    return result.of(slice(None))
 
 
 # ---- gradients formed in the forward -------------------------------------------------------------------------------

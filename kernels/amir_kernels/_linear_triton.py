@@ -20,7 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._linear_backward import FormDlogits, Slopes
 from ._linear_head import Head, Ranges, RowBlock, Rows, round_up, scratch_bytes
 from ._linear_torch import RowStats, empty_stats
-from ._lse import DEEPEST, LOWEST, exp, finish_logits, load_tile, online_update, origin_of, raw_logits, store_parts
+from ._lse import (
+    DEEPEST,
+    LOWEST,
+    add_exactly,
+    exp,
+    finish_logits,
+    load_tile,
+    online_update,
+    origin_of,
+    raw_logits,
+    store_parts,
+)
 from ._tile_table import LARGEST_TILE, Config, architecture_of, config_of, splits_of
 
 MERGE_ROWS = 128
@@ -82,9 +93,9 @@ def stats_kernel(
         split = within // tall
         rows = row + tl.arange(0, BLOCK_M)
         y = tl.load(target + rows, mask=rows < N, other=-1).to(tl.int32)
-        heat = tl.load(temperature + rows, mask=rows < N, other=1.0)
         m = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        lost = tl.zeros((BLOCK_M,), dtype=tl.float32)
         weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
         column = split * split_tiles * BLOCK_V
@@ -101,6 +112,7 @@ def stats_kernel(
                 x = raw_logits(acc, bias, low_rank, lora_b, rows, columns, N, V, rank, COMPUTE, HAS_BIAS, HAS_LORA)
                 if KEEP:
                     store_parts(kept + tl.cast(row, tl.int64) * kept_row + column, x, kept_row, 8)
+                heat = tl.load(temperature + rows, mask=rows < N, other=1.0)
                 z, _cap_slope = finish_logits(x, heat, softcap, logit_scale, COMPUTE, CAPPED)
                 if column + BLOCK_V > V:
                     z = tl.where((columns < V)[None, :], z, float("-inf"))
@@ -108,14 +120,14 @@ def stats_kernel(
                 if tl.max(owned.to(tl.int32), axis=0) > 0:
                     at_target = tl.sum(tl.where(columns[None, :] == y[:, None], z, 0.0), axis=1)
                     tl.store(picked + rows, at_target, mask=owned)
-                m, total, weighted = online_update(z, m, total, weighted, WITH_ENTROPY)
+                m, total, lost, weighted = online_update(z, m, total, lost, weighted, COMPUTE, WITH_ENTROPY)
                 acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
             # outside the branch: the next copies start before this tile's statistics are taken
             step = tl.where(last, 0, step + 1)
             column = tl.where(last, column + BLOCK_V, column)
         out = partial + tl.cast(split, tl.int64) * 3 * N + rows
         tl.store(out, m, mask=rows < N)
-        tl.store(out + N, total, mask=rows < N)
+        tl.store(out + N, total + lost, mask=rows < N)
         tl.store(out + 2 * N, weighted, mask=rows < N)
 
 
@@ -126,6 +138,7 @@ def merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
     mask = rows < N
     m = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    lost = tl.zeros((BLOCK,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):
         at = partial + tl.cast(split, tl.int64) * 3 * N + rows
@@ -136,10 +149,10 @@ def merge_kernel(partial, merged, N, splits, BLOCK: tl.constexpr):
         fade, other_fade = tl.exp(m - highest), tl.exp(other - highest)
         weighted = (weighted + (m - highest) * total) * fade
         weighted += (other_weighted + (other - highest) * other_total) * other_fade
-        total = total * fade + other_total * other_fade
+        total, lost = add_exactly(total * fade, other_total * other_fade + lost * fade)
         m = highest
     tl.store(merged + rows, m, mask=mask)
-    tl.store(merged + N + rows, total, mask=mask)
+    tl.store(merged + N + rows, total + lost, mask=mask)
     tl.store(merged + 2 * N + rows, weighted, mask=mask)
 
 
@@ -384,7 +397,7 @@ def triton_row_stats(head: Head, rows: Rows, workspace: int, with_entropy: bool)
     for first in range(0, count, tall):
         last = min(first + tall, count)
         result.take(slice(first, last), block_stats(head, rows.block(head, first, last), with_entropy))
-    return result
+    return result.of(slice(None))
 
 
 def triton_dlogits(head: Head, ranges: Ranges) -> FormDlogits:
