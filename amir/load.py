@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import logging
 import re
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,17 @@ def _load(config: RunConfig, *, in_parts: bool) -> tuple[Policy, torch.dtype]:
     source = model_source(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-        base = AutoModelForCausalLM.from_pretrained(
+        base, found = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32 if in_parts else dtype,
             attn_implementation=config.attn_implementation,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
             **_quantized(config, dtype, device),
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"model = {config.model!r}: {error}") from None
+    except (OSError, ValueError, LookupError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"model = {config.model!r}: {_in_a_line(error)}") from None
+    _refuse_other_weights(config.model, found)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     if config.quantization is None and not in_parts:
@@ -266,6 +270,21 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, dtype)
+
+
+def _refuse_other_weights(model: str, found: dict[str, Any]) -> None:
+    """ConfigError where weights are missing or of another shape: Transformers would go on with random ones."""
+    wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if wrong:
+        raise ConfigError(
+            f"model = {model!r}: its files do not hold {wrong[0]} in the shape that its config.json asks for (nor "
+            f"{len(wrong) - 1} others); expected the weights of that model"
+        )
+
+
+def _in_a_line(error: Exception) -> str:
+    """The beginning of what Transformers says, which may be a page."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
 
 
 def _refuse_too_long(model_config: Any, config: RunConfig) -> None:

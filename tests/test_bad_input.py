@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 import amir.__main__
 from amir.config import config_yaml
@@ -107,6 +109,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "no model": ({"model": ...}, "model: missing"),
     "a model that is not there": ({"model": "./nowhere"}, "expected a folder with config.json and weights"),
     "a model without weights": ({"model": "weightless"}, "model = 'weightless'"),
+    "a model of another kind": (
+        {"model": "other kind"},
+        "model = 'other kind': ValueError: Unrecognized configuration",
+    ),
+    "a model cut short": ({"model": "cut"}, "model = 'cut': SafetensorError"),
+    "a layer's weights missing": ({"model": "layerless"}, "do not hold model.layers.1.input_layernorm.weight"),
+    "the weights of another model": ({"model": "foreign"}, "do not hold model.layers.0.mlp.up_proj.weight"),
+    "a tokenizer without tokens": ({"model": "tokenless"}, "model = 'tokenless': KeyError"),
     "a model of a smaller vocabulary": ({"model": "small"}, "hold 40 tokens, but the tokenizer has its 98 tokens"),
     "empty dataset": ({"task": rows("empty.jsonl")}, "task.path = 'empty.jsonl': holds no row"),
     "broken line": ({"task": rows("broken.jsonl")}, "broken.jsonl, line 2: not JSON"),
@@ -127,20 +137,53 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
+def other_kind(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def layerless(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in held.items() if "layers.1." not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def foreign(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7, 32)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def small(folder: Path) -> None:
+    made = model()
+    made.resize_token_embeddings(40)
+    made.save_pretrained(folder)
+
+
+BROKEN_MODELS: dict[str, Callable[[Path], object]] = {
+    "weightless": lambda folder: (folder / "model.safetensors").unlink(),
+    "other kind": other_kind,
+    "cut": cut,
+    "layerless": layerless,
+    "foreign": foreign,
+    "tokenless": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "small": small,
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_run_is_refused_and_leaves_nothing(case: str, command: Command, tiny_folder: Path) -> None:
     for name, text in DATA.items():
         Path(name).write_text(text)
     Path("folder.jsonl").mkdir()
-    if "weightless" in CASES[case][1]:
-        Path("weightless").mkdir()
-        for file in tiny_folder.glob("*.json"):
-            Path("weightless", file.name).write_bytes(file.read_bytes())
-    if "hold 40" in CASES[case][1]:
-        small = model()
-        small.resize_token_embeddings(40)
-        small.save_pretrained("small")
-        tokenizer().save_pretrained("small")
+    if (broken := CASES[case][0].get("model")) in BROKEN_MODELS:
+        shutil.copytree(tiny_folder, str(broken))
+        BROKEN_MODELS[str(broken)](Path(str(broken)))
     changes = {"model": str(tiny_folder), "output_dir": "out/run", **CASES[case][0]}
     path = write(Path("run.yaml"), **changes)
     before = sorted(Path().rglob("*"))
