@@ -20,7 +20,15 @@ FAILED, WRONG_USAGE = 1, 2
 
 
 _FIRST_RANK = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
-_GO_ON = "the same command with --resume goes on from the latest checkpoint"
+
+
+def _way_on(path: Path | None) -> str:
+    """What to do after a run in `path` ended early; ranks that are not the first do not know."""
+    if path is None:
+        return ""
+    if (path / "config.yaml").exists():
+        return "; what was written before is kept: the same command with --resume goes on from the latest checkpoint"
+    return "; the run had not begun: the same command starts it"
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,17 +57,18 @@ def train(
         typer.echo(config_yaml(config), nl=False)
     if dry_run:
         return
+    path = _announced_folder(run, config, resume=resume) if config else None
     try:
-        _train(run, config, resume)
+        _train(path, config, resume=resume)
     except KeyboardInterrupt:
         if _FIRST_RANK:
-            typer.echo(f"amir: interrupted; {_GO_ON}", err=True)
+            typer.echo(f"amir: interrupted{_way_on(path)}", err=True)
         raise typer.Exit(FAILED) from None
     except RunLost as error:
         typer.echo(f"amir: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except (OSError, RunStopped) as error:
-        typer.echo(f"amir: {error}; what was written before is kept: {_GO_ON}", err=True)
+        typer.echo(f"amir: {error}{_way_on(path)}", err=True)
         raise typer.Exit(FAILED) from None
 
 
@@ -80,17 +89,18 @@ def doctor() -> None:
         typer.echo(line)
 
 
-def _train(run: str, config: RunConfig | None, resume: bool) -> None:
-    """Trains; ranks that are not the first get config and folder from it."""
+def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
     from .rundir import check_run_directory, choose_output_dir
 
-    path = None
-    if config is not None:
-        path = choose_output_dir(Path(run).stem, config, resume=resume)
-        check_run_directory(path, config, resume=resume)
-        typer.echo(f"run directory: {path}")
-        typer.echo("loading torch, the model and the task ...")
+    path = choose_output_dir(Path(run).stem, config, resume=resume)
+    check_run_directory(path, config, resume=resume)
+    typer.echo(f"run directory: {path}")
+    typer.echo("loading torch, the model and the task ...")
+    return path
 
+
+def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
+    """Trains; ranks that are not the first get config and folder from it."""
     from transformers.utils import logging
 
     from .ranks import joined_ranks

@@ -65,10 +65,13 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
     A checkpoint of another model or adapter, or one whose files are not those that were saved, raises ConfigError.
     """
     state = _checked_state(path, list(named))
-    if isinstance(model, PeftModel):
-        set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
-    else:
-        _load_whole(path / "model.safetensors", named)
+    try:
+        if isinstance(model, PeftModel):
+            set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+        else:
+            _load_whole(path / "model.safetensors", named)
+    except (RuntimeError, KeyError) as error:  # a weight of another shape, or none of its name
+        raise ConfigError(f"checkpoint {path}: {_FOREIGN}: {error}") from None
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in named.items():
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
@@ -91,17 +94,21 @@ def _checked_state(path: Path, parameters: list[str]) -> dict[str, Any]:
     try:
         state = json.loads((path / "state.json").read_text())
         made_for = (state["format"], state["parameters"])
-        damaged = [name for name, digest in state["files"].items() if _digest(path / name) != digest]
+        damaged = [name for name, digest in dict(state["files"]).items() if _digest(path / name) != digest]
+        if not (state["step"] >= 1 and state["data_position"] >= 0 and "optimizer.safetensors" in state["files"]):
+            raise ValueError("state.json is not that of a checkpoint")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"checkpoint {path}: damaged ({error}); {_WAY_OUT}") from None
+        raise ConfigError(f"checkpoint {path}: damaged ({type(error).__name__}: {error}); {_WAY_OUT}") from None
     if made_for != (FORMAT, parameters):
-        raise ConfigError(f"checkpoint {path}: made by another version or for another model or adapter")
+        raise ConfigError(f"checkpoint {path}: {_FOREIGN}")
     if damaged:
         raise ConfigError(f"checkpoint {path}: damaged ({', '.join(damaged)} changed since it was saved); {_WAY_OUT}")
     return state
 
 
 _WAY_OUT = "move it away to resume from the one before"
+
+_FOREIGN = "made by another version or for another model or adapter"
 
 
 def _digest(path: Path) -> str:
@@ -151,6 +158,8 @@ def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
     tensors = load_file(file)
     with torch.no_grad():
         for name, parameter in named.items():
+            if tensors[name].shape != parameter.shape:
+                raise RuntimeError(f"{name} has shape {list(tensors[name].shape)}, expected {list(parameter.shape)}")
             parameter.copy_(as_parts_of(tensors[name], parameter))
 
 

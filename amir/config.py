@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 # Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
 LOSS_TYPES = {
@@ -98,13 +98,27 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
+def _home_known(text: str) -> str:
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("expected a path; there is no home folder of that user") from None
+    return text
+
+
+PathText = Annotated[Text, AfterValidator(_home_known)]
+"""Of a file or folder, or a name that could be one; `~` is the user's home."""
+
+
 class LoraSettings(Settings):
     """LoRA adapter, PEFT's meaning of each name; no dropout, which would score another policy than was sampled."""
 
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
     target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"  # names, or a regular expression
-    adapter: Text | None = None  # a PEFT folder to go on from, with its own modules; it is then the reference as well
+    adapter: PathText | None = (
+        None  # a PEFT folder to go on from, with its own modules; it is then the reference as well
+    )
 
 
 class ArithmeticTask(Settings):
@@ -122,7 +136,7 @@ class Gsm8kTask(Settings):
     """
 
     name: Literal["gsm8k"]
-    path: str | None = None
+    path: PathText | None = None
 
 
 class DatasetTask(Settings):
@@ -134,7 +148,7 @@ class DatasetTask(Settings):
     """
 
     name: Literal["dataset"]
-    path: Text
+    path: PathText
     subset: Text | None = None
     split: Text | None = None  # "train" where load_dataset reads
     prompt: Text | None = None
@@ -142,7 +156,7 @@ class DatasetTask(Settings):
     answer: Text | None = "answer"
     answer_format: Literal["plain", "gsm8k", "boxed"] = "plain"
     held_out: Fraction | None = None
-    held_out_path: Text | None = None
+    held_out_path: PathText | None = None
     held_out_split: Text | None = None
 
     @model_validator(mode="after")
@@ -163,7 +177,7 @@ class RewardSettings(Settings):
     """
 
     name: Text | None = None
-    function: Text | None = None
+    function: PathText | None = None
     weight: Annotated[Number, Field(ge=-1e6, le=1e6)] = 1.0
     timeout_seconds: Positive | None = None
     arguments: dict[str, Any] = {}
@@ -220,7 +234,7 @@ class ServerSampling(Settings):
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
     dialect: Literal["vllm", "transformers"] = "vllm"
     model: Text | None = None
-    adapter_dir: Text | None = None
+    adapter_dir: PathText | None = None
     api_key_env: Text | None = None  # the environment variable that holds the key
     timeout_seconds: Positive = 600.0  # of one request
     wait_seconds: NonNegative = 600.0
@@ -270,7 +284,7 @@ class RunConfig(Settings):
     """One training run, fully resolved."""
 
     # model
-    model: str
+    model: PathText
     lora: LoraSettings | None = LoraSettings()  # null trains every weight
     quantization: Literal["4bit", "8bit"] | None = None  # of the frozen weights: NF4 with double quantization, or int8
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -332,7 +346,7 @@ class RunConfig(Settings):
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
     eval_steps: CountOrZero = 0
-    output_dir: Annotated[str, Field(min_length=1)] | None = None
+    output_dir: PathText | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 

@@ -48,8 +48,8 @@ def _load(config: RunConfig, *, in_parts: bool) -> tuple[Policy, torch.dtype]:
     dtype = _dtype(config.dtype, device)
     source = model_source(config.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-        base, found = AutoModelForCausalLM.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, padding_side="left")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32 if in_parts else dtype,
             attn_implementation=config.attn_implementation,
@@ -59,6 +59,7 @@ def _load(config: RunConfig, *, in_parts: bool) -> tuple[Policy, torch.dtype]:
         )
     except (OSError, ValueError, LookupError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model = {config.model!r}: {_in_a_line(error)}") from None
+    base, found = loaded
     _refuse_other_weights(config.model, found)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
@@ -84,7 +85,8 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     elif config.lora.adapter is None:
         model = _fresh_adapter(base, config.lora, config.seed)
     else:
-        model = _loaded_adapter(base, config.lora, config.lora.adapter, with_reference=needs_reference(config))
+        folder = str(Path(config.lora.adapter).expanduser())
+        model = _loaded_adapter(base, config.lora, folder, with_reference=needs_reference(config))
     policy = Policy(model.eval(), tokenizer, _served(model, config), pad_id, eos_ids, config.temperature, frozen)
     if config.quantization is not None:
         _keep_differentiable(base)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,9 @@ class RunDirectory:
                 _write_lines(archive / name, [row for row in rows if late(row["step"])])
             if (self.path / name).exists():
                 _write_lines(self.path / name, [row for row in rows if not late(row["step"])])
-        for file in sorted((self.path / "completions").glob("*-*.jsonl")):
-            if late(int(file.stem.rsplit("-", 1)[1])):
+        for file in sorted((self.path / "completions").glob("*.jsonl")):
+            named = re.fullmatch(r"(?:step|eval)-(\d+)", file.stem)
+            if named and late(int(named[1])):
                 archive.mkdir(parents=True, exist_ok=True)
                 file.rename(archive / file.name)
         return _rows(self.path / "metrics.jsonl")
@@ -205,13 +207,15 @@ def _json_line(row: dict[str, Any]) -> str:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of the complete lines; a last line that a crash cut short is left out."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_bytes() if path.exists() else b""
     rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+        if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("step"), int):
+            raise ConfigError(f"{path}, line {number}: holds no step; mend or remove the line")
     return rows
 
 
@@ -227,7 +231,10 @@ Every other one would make it another run.
 
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     """Refuses a folder that cannot be written, holds a run, or holds none to resume; writes nothing."""
-    standing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
+    try:
+        standing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
+    except OSError as error:
+        raise ConfigError(f"output_dir = {str(path)!r}: {error.strerror}") from None
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"output_dir = {str(path)!r}: {str(standing)!r} is not a folder that can be written to")
     if not resume:

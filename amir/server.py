@@ -169,13 +169,18 @@ class Client:
 
     def __init__(self, settings: ServerSampling, say: Callable[[str], None]) -> None:
         self._settings, self._say = settings, say
-        self._http = httpx2.Client(
-            base_url=settings.url.rstrip("/").removesuffix("/v1"),
-            headers=_authorization(settings),
-            timeout=httpx2.Timeout(settings.timeout_seconds, connect=min(CONNECT_SECONDS, settings.timeout_seconds)),
-            limits=httpx2.Limits(max_connections=settings.concurrent_requests),
-            trust_env=False,
-        )
+        try:
+            self._http = httpx2.Client(
+                base_url=settings.url.rstrip("/").removesuffix("/v1"),
+                headers=_authorization(settings),
+                timeout=httpx2.Timeout(
+                    settings.timeout_seconds, connect=min(CONNECT_SECONDS, settings.timeout_seconds)
+                ),
+                limits=httpx2.Limits(max_connections=settings.concurrent_requests),
+                trust_env=False,
+            )
+        except httpx2.InvalidURL as error:
+            raise ConfigError(f"sampler.url = {settings.url!r}: {error}") from None
         self._away = False
         self._abandoned = threading.Event()
         self._lock = threading.Lock()
@@ -258,9 +263,12 @@ def _answer(response: httpx2.Response, refusal: str | None = None) -> Any:
 def _authorization(settings: ServerSampling) -> dict[str, str]:
     if settings.api_key_env is None:
         return {}
-    if settings.api_key_env not in os.environ:
+    key = os.environ.get(settings.api_key_env)
+    if key is None:
         raise ConfigError(f"sampler.api_key_env = {settings.api_key_env!r}: no such environment variable")
-    return {"Authorization": f"Bearer {os.environ[settings.api_key_env]}"}
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"sampler.api_key_env = {settings.api_key_env!r}: empty, or no text that a header can hold")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _dialect(config: RunConfig, policy: Policy, client: Client) -> Dialect:

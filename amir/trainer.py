@@ -91,8 +91,8 @@ class Trainer:
             self.finished_steps = load_checkpoint(found, self.policy.model, self.optimizer, self.named)
             self.data_position = data_position(found)
         rows = self.directory.rewind(self.finished_steps)
-        self.pairs_seen = sum(row["pairs"] for row in rows)
-        self.groups_disagreed = any(row["zero_variance_share"] < 1 for row in rows)
+        self.pairs_seen = sum(row.get("pairs", 0) for row in rows)
+        self.groups_disagreed = any(row.get("zero_variance_share", 0.0) < 1 for row in rows)
         self.say(f"resumed after step {self.finished_steps}" if found else "no checkpoint yet: starting from step 1")
 
     def train(self) -> None:

@@ -37,6 +37,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     """Runs `amir ARGUMENTS` in this process; gives exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("NO_KEY", "a\nb")
     threads = torch.get_num_threads()
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -132,6 +133,13 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "nothing held out": ({"task": rows("good.jsonl"), "eval_prompts": 1}, "the task holds no example out"),
     "no answers": ({"task": rows("good.jsonl", answer=None)}, "correctness judges answers; name their column"),
     "more positions than the model has": ({"max_prompt_length": 9999}, "the model's 256 positions"),
+    "a name too long": ({"output_dir": "o" * 300}, "File name too long"),
+    "a home that is not there": ({"output_dir": "~nobody.here/x"}, "no home folder of that user"),
+    "a port that is none": ({"sampler": {"name": "server", "url": "http://x:abc"}}, "sampler.url = 'http://x:abc'"),
+    "a key that is none": (
+        {"sampler": {"name": "server", "url": "http://localhost:9", "api_key_env": "NO_KEY"}},
+        "sampler.api_key_env = 'NO_KEY': empty, or no text",
+    ),
     "folder not to be made": ({"output_dir": "/proc/run"}, "output_dir = '/proc/run': "),
     "folder not to be written": ({"output_dir": "good.jsonl/x"}, "is not a folder that can be written to"),
 }

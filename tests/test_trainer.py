@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from amir.config import ConfigError, RunConfig, recipe_names
 from amir.doctor import SERVES
+from amir.load import wrap_policy
 from amir.metrics import METRICS
 from amir.optim import learning_rate, make_optimizer
 from amir.prompts import prompt_ids
 from amir.rundir import RunDirectory, choose_output_dir
 from amir.tasks import TASKS, Example
 from amir.trainer import NO_PAIR_STEPS, Trainer
-from tiny import Grader, crash_after, model, policy, run_config
+from tiny import Grader, crash_after, model, policy, run_config, tokenizer
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
 
@@ -168,7 +169,18 @@ def test_a_half_written_checkpoint_and_a_cut_line_are_passed_over(tmp_path) -> N
     assert made.named.keys() == resumed.named.keys()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "empty state", "another step's"])
+STATES = {
+    "empty": {"step": ..., "data_position": ..., "format": ..., "parameters": ..., "files": ...},
+    "without a step": {"step": ...},
+    "without a position": {"data_position": ...},
+    "a step in words": {"step": "two"},
+    "a position before the first": {"data_position": -1},
+    "a list of files": {"files": ["adapter_model.safetensors"]},
+    "no files": {"files": {}},
+}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "another step's", *STATES])
 def test_a_damaged_checkpoint_is_named_and_a_copy_beside_it_is_passed_over(tmp_path, damage: str) -> None:
     config = run_config(max_steps=4)
     run(tmp_path, config)
@@ -179,8 +191,10 @@ def test_a_damaged_checkpoint_is_named_and_a_copy_beside_it_is_passed_over(tmp_p
         file.write_bytes(file.read_bytes()[:-10])
     elif damage == "missing":
         (folder / "step-4" / "adapter_model.safetensors").unlink()
-    elif damage == "empty state":
-        (folder / "step-4" / "state.json").write_text("{}")
+    elif damage in STATES:
+        state = json.loads((folder / "step-4" / "state.json").read_text()) | STATES[damage]
+        held = {key: value for key, value in state.items() if value is not ...}
+        (folder / "step-4" / "state.json").write_text(json.dumps(held))
     else:
         shutil.copy(folder / "step-2" / "optimizer.safetensors", file)
     with pytest.raises(ConfigError, match="step-4: damaged") as refused:
@@ -189,8 +203,9 @@ def test_a_damaged_checkpoint_is_named_and_a_copy_beside_it_is_passed_over(tmp_p
 
 
 def test_a_failed_start_does_not_block_its_folder(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="no training prompt"):
-        trainer(tmp_path, run_config(max_prompt_length=3))
+    config = run_config(max_prompt_length=3)
+    with pytest.raises(ConfigError, match="no training prompt"), RunDirectory(tmp_path, config, resume=False) as folder:
+        Trainer(config, policy(config), TASKS["arithmetic"](config.task), folder, Lines())
     run(tmp_path, run_config(max_steps=1))
 
 
@@ -224,10 +239,20 @@ def test_a_record_that_cannot_be_read_is_named_when_resuming(tmp_path) -> None:
         trainer(tmp_path, run_config(max_steps=3), resume=True)
 
 
-@pytest.mark.parametrize(("name", "text"), [("config.yaml", ""), ("config.yaml", "a: ["), ("metrics.jsonl", "{oops\n")])
-def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", b""),
+        ("config.yaml", b"a: ["),
+        ("metrics.jsonl", b"{oops\n"),
+        ("metrics.jsonl", b"\xff\xfe\n"),
+        ("metrics.jsonl", b"null\n"),
+        ("evaluations.jsonl", b'{"reward": 1}\n'),
+    ],
+)
+def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: bytes) -> None:
     run(tmp_path, run_config(max_steps=2))
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text)
     with pytest.raises(ConfigError, match=name):
         trainer(tmp_path, run_config(max_steps=3), resume=True)
 
@@ -252,6 +277,24 @@ def test_another_models_checkpoint_is_refused(tmp_path) -> None:
     other = policy()
     with pytest.raises(ConfigError, match="another model or adapter"):
         load_checkpoint(path, other.model, make_optimizer(run_config(), other.trainable()), other.trainable())
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None], ids=["adapter", "whole"])
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path, lora: dict[str, int] | None) -> None:
+    made, wider = policy(run_config(lora=lora)), model()
+    optimizer = make_optimizer(run_config(), made.trainable())
+    path = save_checkpoint(tmp_path, 1, 3, made.model, optimizer, made.trainable())
+    wider.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 96, bias=False)
+    other = wrap_policy(wider, tokenizer(), run_config(lora=lora))
+    with pytest.raises(ConfigError, match="another model or adapter"):
+        load_checkpoint(path, other.model, make_optimizer(run_config(), other.trainable()), other.trainable())
+
+
+def test_notes_among_the_completions_stay(tmp_path) -> None:
+    run(tmp_path, run_config(max_steps=2, save_steps=2))
+    (tmp_path / "completions" / "my-notes.jsonl").write_text("mine")
+    run(tmp_path, run_config(max_steps=3, save_steps=2), resume=True)
+    assert (tmp_path / "completions" / "my-notes.jsonl").read_text() == "mine"
 
 
 def test_run_directories_are_never_shared_or_overwritten(tmp_path, monkeypatch) -> None:
@@ -361,12 +404,20 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path) -> None:
-    script = "import os, signal, sys, amir.__main__ as m\nsys.argv = ['amir', 'train', 'quickstart']\n"
-    script += f"m._train = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})\nm.main()"
+@pytest.mark.parametrize(("begun", "words"), [(True, "--resume goes on"), (False, "the same command starts it")])
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, begun: bool, words: str) -> None:
+    script = f"""if True:
+        import os, sys, amir.__main__ as command
+        def train(path, config, resume):
+            path.mkdir(parents=True)
+            {begun} and (path / "config.yaml").touch()
+            os.kill(os.getpid(), {int(signal.SIGINT)})
+        sys.argv, command._train = ["amir", "train", "quickstart"], train
+        command.main()
+    """
     done = python("-c", script, cwd=tmp_path)
     assert done.returncode == 1
-    assert "--resume goes on" in done.stderr
+    assert words in done.stderr
 
 
 def test_the_command_lists_recipes_and_says_what_the_machine_can_do(tmp_path) -> None:
