@@ -9,7 +9,7 @@ N prompts, B = N * group_size completions of padded length C.
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,10 +94,14 @@ def rollout_of(
     policy: Policy,
     prompts: list[list[int]],
     completions: list[list[int]],
-    logprobs: list[list[float]] | None = None,
+    logprobs: Sequence[Sequence[float | None] | None] | None = None,
     unusable: list[bool] | None = None,
 ) -> Rollout:
-    """A rollout of completions given as token ids, each prompt's side by side, with the sampler's log-probs."""
+    """A rollout of completions given as token ids, each prompt's side by side, with the sampler's log-probs.
+
+    None for a token, a completion or all of them where the sampler gives none. RunStopped where it gives another number
+    of log-probs than of tokens.
+    """
     width = max(len(ids) for ids in completions)
     inside = torch.arange(width) < torch.tensor([[len(ids)] for ids in completions])
     not_eos = next(i for i in range(len(policy.eos_ids) + 1) if i not in policy.eos_ids)
@@ -108,16 +112,23 @@ def rollout_of(
     tokens = Tokens(*(part.to(policy.device) for part in parts))
     given = None
     if logprobs is not None:
-        given = torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in logprobs], device=policy.device)
+        rows = [_logprobs_given(row, len(ids)) for row, ids in zip(logprobs, completions, strict=True)]
+        given = torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in rows], device=policy.device)
     left_out = None if unusable is None else torch.tensor(unusable, device=policy.device)
     return Rollout(tokens, _texts(policy, tokens), truncated.to(policy.device), given, left_out)
+
+
+def _logprobs_given(row: Sequence[float | None] | None, tokens: int) -> list[float]:
+    if row is not None and len(row) != tokens:
+        raise RunStopped(f"the sampler gave {len(row)} log-probs of a completion of {tokens} tokens")
+    return [math.nan if value is None else value for value in (row if row is not None else [None] * tokens)]
 
 
 def joined(policy: Policy, rollouts: list[Rollout], kept: list[Tensor]) -> Rollout:
     """The groups `kept` (bool `[N]` each) of several rollouts as one rollout."""
     prompts: list[list[int]] = []
     completions: list[list[int]] = []
-    logprobs: list[list[float]] = []
+    logprobs: list[list[float] | None] = []
     unusable: list[bool] = []
     for rollout, keep in zip(rollouts, kept, strict=True):
         t = rollout.tokens
@@ -126,9 +137,10 @@ def joined(policy: Policy, rollouts: list[Rollout], kept: list[Tensor]) -> Rollo
         for row in torch.nonzero(keep[t.prompt_of]).flatten().tolist():
             mask = t.completion_mask[row]
             completions.append(t.completion_ids[row][mask].tolist())
-            logprobs += [] if rollout.logprobs is None else [rollout.logprobs[row][mask].tolist()]
+            logprobs.append(None if rollout.logprobs is None else rollout.logprobs[row][mask].tolist())
             unusable.append(False if rollout.unusable is None else bool(rollout.unusable[row]))
-    return rollout_of(policy, prompts, completions, logprobs or None, unusable if any(unusable) else None)
+    given = None if all(row is None for row in logprobs) else logprobs
+    return rollout_of(policy, prompts, completions, given, unusable if any(unusable) else None)
 
 
 def completion_masks(completion_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Tensor]:

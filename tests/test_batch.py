@@ -90,6 +90,13 @@ def test_unscorable_rows_get_no_advantage_and_no_pair() -> None:
     assert batch.num_pairs == 2
 
 
+def test_empty_completions_train_nothing_and_form_no_pair() -> None:
+    batch = batch_of([5, 0, 5, 5], [0.0, 1.0, 1.0, 0.0])
+    assert batch.live.tolist() == [True, False, True, True]
+    assert not batch.paired[1]
+    assert (batch.num_pairs, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
+
+
 @pytest.mark.parametrize(("margin", "pairs"), [(0.0, 4), (0.5, 4), (1.0, 0)])
 def test_a_gap_equal_to_the_margin_is_no_pair(margin: float, pairs: int) -> None:
     assert batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], reward_margin=margin).num_pairs == pairs

@@ -60,7 +60,17 @@ def test_forms(text: str, integer: float, strict: float, soft: float, count: flo
 
 @pytest.mark.parametrize(
     ("stated", "expected"),
-    [("0.9", 0.9), (" 1 ", 1.0), ("85%", 0.85), ("7", 1.0), (".25", 0.25), ("-3", 0.5), ("nan", 0.5), ("high", 0.5)],
+    [
+        ("0.9", 0.9),
+        (" 1 ", 1.0),
+        ("85%", 0.85),
+        ("7", 1.0),
+        (".25", 0.25),
+        ("-3", 0.0),
+        ("+.5", 0.5),
+        ("nan", 0.5),
+        ("high", 0.5),
+    ],
 )
 def test_the_calibrated_reward_is_a_brier_score_of_the_last_confidence(stated: str, expected: float) -> None:
     text = f"<confidence>0.1</confidence> no, <confidence>{stated}</confidence>"

@@ -1,9 +1,12 @@
 """Sampling: EOS kept once, truncation known, prefilling changes nothing, and scores are those of the sampled tokens."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, GPT2Config, Qwen2Config
 
+from amir.config import RunStopped
 from amir.load import wrap_policy
 from amir.rollout import _Reserved, completion_masks, joined, make_sampler, rollout_of, sample
 from tiny import EOS, PAD, model, policy, run_config, tokenizer
@@ -158,6 +161,24 @@ def test_kept_groups_of_several_rollouts_are_one_rollout() -> None:
         assert torch.allclose(row[: len(expected)][kept], expected[kept], atol=1e-5)
     assert both.logprobs is None
     assert both.unusable is None
+
+
+def test_log_probs_that_a_sampler_does_not_give_are_missing_where_they_are() -> None:
+    made = policy()
+    completions = [[40, 41, EOS], [42, 43], [44, EOS], [EOS]]
+    some = rollout_of(made, PROMPTS[:2], completions, [[-1.0, None, -3.0], None, [None, math.nan], [-9.0]])
+    assert some.logprobs.nan_to_num(1).tolist() == [[-1, 1, -3], [1, 1, 1], [1, 1, 1], [-9, 1, 1]]
+    none = rollout_of(made, PROMPTS[:2], completions)
+    assert none.logprobs is None
+    keep = torch.tensor([False, True])
+    for rounds, expected in (
+        ([none, some], [[1, 1], [1, 1], [1, 1], [-9, 1]]),
+        ([some, none], [[1, 1], [-9, 1], [1, 1], [1, 1]]),
+    ):
+        assert joined(made, rounds, [keep, keep]).logprobs.nan_to_num(1).tolist() == expected
+    assert joined(made, [none, none], [keep, keep]).logprobs is None
+    with pytest.raises(RunStopped, match="1 log-probs of a completion of 3 tokens"):
+        rollout_of(made, PROMPTS[:2], completions, [[-1.0], None, None, None])
 
 
 def test_each_sampler_is_made_by_its_name(tmp_path) -> None:

@@ -106,10 +106,10 @@ def confidence(text: str) -> float:
     """What the last <confidence> holds, as a number or a percentage, clipped to [0, 1]; 0.5 where it holds neither."""
     start = text.rfind("<confidence>")
     stated = text[start + len("<confidence>") :].partition("</confidence>") if start >= 0 else ("", "", "")
-    found = re.fullmatch(r"\s{0,9}(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s?(%?)\s{0,9}", stated[0][:64])
+    found = re.fullmatch(r"\s{0,9}([+-]?(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20}))\s?(%?)\s{0,9}", stated[0][:64])
     if found is None or not stated[1]:
         return NO_CONFIDENCE
-    return min(float(found[1]) / (100 if found[2] else 1), 1.0)
+    return min(max(float(found[1]) / (100 if found[2] else 1), 0.0), 1.0)
 
 
 def _form(text: str, tags: Sequence[str]) -> str | None:
