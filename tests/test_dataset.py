@@ -163,6 +163,7 @@ def test_a_prompt_holds_a_token() -> None:
 LINES = [
     ("{oops", "rows.jsonl, line 3: not JSON"),
     ("[" * 100_000, "rows.jsonl, line 3: not JSON"),
+    ('{"question": "q", "answer": "\\ud800"}', "line 3: half of a character"),
     ("[1]", "line 3: expected an object with columns, got a list"),
     ('{"answer": "1", "topic": 2}', "line 3: no column 'question'; there are 'answer', 'topic'"),
     ('{"question": "q"}', "line 3: no column 'answer'; there are 'question'"),

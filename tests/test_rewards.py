@@ -113,6 +113,11 @@ def test_what_counts_as_numbers(returned: object, expected: list[float]) -> None
     assert same(floats(returned, 4), expected)
 
 
+class Odd:
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
@@ -128,6 +133,7 @@ def test_what_counts_as_numbers(returned: object, expected: list[float]) -> None
         ([1.0, 1e300], r"at most 1e\+09"),
         ([1.0, 10**400], "for completion 1"),
         ([1j, 0], "expected a number"),
+        ([Odd(), 0], "expected a number"),
     ],
     ids=str,
 )
@@ -179,6 +185,10 @@ def moody(completions):
         raise Odd(1, 2)
     if mood == "exit":
         sys.exit(3)
+    if mood == "interrupt":
+        raise KeyboardInterrupt
+    if mood == "half":
+        raise ValueError(chr(0xD800) + "x" * 10**6)
     if mood == "die":
         os._exit(7)
     if mood == "short":
@@ -249,7 +259,9 @@ def test_a_hanging_call_is_ended_said_counted_and_the_next_one_served(folder: Pa
     [
         ("raise", "moody .*mine.py:moody.* raised KeyError: 'lost'"),
         ("odd", "raised Odd: 1 and 2"),
-        ("exit", "SystemExit|3"),
+        ("exit", r"moody .*mine.py:moody.* raised SystemExit: 3"),
+        ("interrupt", "moody .*mine.py:moody.* raised KeyboardInterrupt"),
+        ("half", r"raised ValueError: \\ud800x* \.\.\. \(mine.py"),
         ("die", r"its process died \(exit code 7\)"),
         ("short", "returned 0 rewards for 2 completions"),
     ],
@@ -280,12 +292,14 @@ def test_a_function_of_a_module_in_the_working_directory(tmp_path: Path, monkeyp
         ("math:pi", "pi is a float, not a function"),
         ("json:dumps", "needs obj"),
         ("broken.py:f", "broken.py raised ZeroDivisionError"),
+        ("leaves.py:f", "leaves.py raised SystemExit: 3"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=words):
         Rewards([RewardSettings(function=function)])

@@ -22,6 +22,10 @@ LARGEST_REWARD = 1e9
 """Sums of squares of such rewards are still finite in float32."""
 
 
+MOST_TOLD = 500
+"""Characters of an exception that are passed on."""
+
+
 class RewardError(Exception):
     """What a reward function did wrong, in words."""
 
@@ -65,11 +69,16 @@ def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
         result = function(**keywords)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-    except Exception as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
+    except BaseException as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         where = "; ".join(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in frames[-3:])
-        raise RewardError(f"raised {type(error).__name__}: {error} ({where})") from None
+        raise RewardError(f"raised {_told(error)} ({where})") from None
     return floats(result, count)
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).encode(errors="backslashreplace").decode()
+    return f"{type(error).__name__}: {text[:MOST_TOLD]}{' ...' if len(text) > MOST_TOLD else ''}"
 
 
 async def _awaited(result: Any) -> Any:
@@ -99,8 +108,8 @@ def _module(place: str) -> Any:
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))
     try:
         return _module_of_file(path) if is_file else importlib.import_module(place)
-    except Exception as error:  # noqa: BLE001 (the same)
-        raise RewardError(f"importing {place} raised {type(error).__name__}: {error}") from None
+    except BaseException as error:  # noqa: BLE001 (the same)
+        raise RewardError(f"importing {place} raised {_told(error)}") from None
 
 
 def _module_of_file(path: Path) -> Any:
@@ -139,7 +148,7 @@ def _float(value: Any, row: int) -> float:
         raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number")
     try:
         number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 (an object of the user's may raise anything)
         raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number") from None
     if abs(number) > LARGEST_REWARD:
         raise RewardError(

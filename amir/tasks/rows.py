@@ -60,9 +60,16 @@ def _json(text: str, name: str) -> Iterator[Row]:
 
 def _parsed(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        parsed = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{place}: half of a character, {error.object[error.start]!r} without its other half"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not JSON: {error}") from None
+    return parsed
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
