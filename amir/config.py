@@ -343,6 +343,7 @@ class RunConfig(Settings):
     gradient_checkpointing: bool = False  # layers are computed again in the backward instead of kept
     offload_activations: bool = False  # what checkpointing keeps waits in CPU memory
     save_steps: Count = 50
+    term_gradient_steps: CountOrZero = 0  # every N-th step measures both terms' gradients by the trained parameters
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
     eval_steps: CountOrZero = 0

@@ -43,6 +43,11 @@ def _load(config: RunConfig, *, in_parts: bool) -> tuple[Policy, torch.dtype]:
             "sampler.name = 'paged': on several ranks each holds a part of every weight where lora is null, and "
             "continuous batching needs them whole; expected sampler 'generate', lora, or one rank"
         )
+    if in_parts and config.term_gradient_steps:
+        raise ConfigError(
+            f"term_gradient_steps = {config.term_gradient_steps}: on several ranks each holds a part of every gradient "
+            "where lora is null, and only that of both terms together; expected 0, lora, or one rank"
+        )
     device = torch.device(_device(config.device))
     refuse_unavailable(config, device)
     dtype = _dtype(config.dtype, device)

@@ -30,9 +30,12 @@ METRICS = {
     "loss": "policy loss + lambda_reg * preference loss, dead rows counted in every divisor",
     "preference_loss": "-J_pref: mean over pairs of -log sigmoid(z); blank without pairs",
     "grad_norm": "norm of the trained parameters' gradient before clipping",
-    "policy_grad_norm": "norm of the policy term's gradient by token log-probs",
-    "pair_grad_norm": "norm of the pair term's gradient by token log-probs, lambda_reg included",
+    "policy_grad_norm": "norm of the policy term's gradient by token log-probs, not by the trained parameters",
+    "pair_grad_norm": "the same of the pair term, lambda_reg included",
     "pair_grad_share": "pair_grad_norm / (pair_grad_norm + policy_grad_norm)",
+    "policy_parameter_grad_norm": "norm of the policy term's gradient by the trained parameters, before clipping; in "
+    "every `term_gradient_steps`-th step, else blank",
+    "pair_parameter_grad_norm": "the same of the pair term, lambda_reg included",
     "learning_rate": "learning rate of this step",
     "pairs": "preference pairs formed, all groups",
     "pair_accuracy": "share of pairs whose better completion has the higher log-ratio",
@@ -152,6 +155,8 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "policy_grad_norm": policy_norm,
         "pair_grad_norm": pair_norm,
         "pair_grad_share": pair_norm / (pair_norm + policy_norm) if pair_norm else 0.0,
+        "policy_parameter_grad_norm": _root(total.get("policy_parameter_grad_square")),
+        "pair_parameter_grad_norm": _root(total.get("pair_parameter_grad_square")),
         "learning_rate": learning_rate(config, step),
         "pairs": int(pairs),
         "pair_accuracy": _ratio(total.get("pairs_correct"), total.get("pairs")),
@@ -218,6 +223,10 @@ def peak_memory_mb(device: torch.device) -> float:
 def _effective_share(total: dict[str, float]) -> float | None:
     square = total.get("importance_weights", 0.0) * total.get("weight_square_sum", 0.0)
     return total["weight_sum"] ** 2 / square if square else None
+
+
+def _root(square: float | None) -> float | None:
+    return None if square is None else square**0.5
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

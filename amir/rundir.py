@@ -220,7 +220,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "eval_prompts", "eval_samples", "output_dir", "threads"}
-MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activations", "rewards.timeout_seconds"}
+MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activations", "term_gradient_steps"}
+MAY_CHANGE |= {"rewards.timeout_seconds"}
 MAY_CHANGE |= {f"sampler.{key}" for kind in (PagedSampling, ServerSampling) for key in kind.model_fields}
 MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
 """Settings that a resumed run may change: how far, how long to wait, what to save and show, what fits into memory.

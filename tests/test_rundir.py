@@ -153,6 +153,7 @@ MAY_CHANGE_FROM_TO = {
     "eval_prompts": (2, 0),
     "eval_samples": (2, 4),
     "threads": (None, 1),
+    "term_gradient_steps": (0, 2),
     "micro_batch_tokens": (200, 60),
     "gradient_checkpointing": (False, True),
     "rewards": ([{"name": "integer"}, FUNCTION], [{"name": "integer"}, FUNCTION | {"timeout_seconds": 90.0}]),
