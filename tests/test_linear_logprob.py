@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, reference
 from closeness import assert_as_good_as
@@ -364,6 +365,22 @@ def test_double_backward_is_refused():
     (grad,) = torch.autograd.grad(value, inputs["hidden"], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         grad.sum().backward()
+
+
+def test_forward_mode_is_refused():
+    inputs, target = tensors(rank=2)
+    given = {name: value.detach() for name, value in inputs.items()}
+
+    def function(hidden, weight, bias, a, b):
+        return linear_logprob(hidden, weight, target, bias=bias, lora=(a, b, 0.5))
+
+    with forward_ad.dual_level():
+        for name, value in given.items():
+            moved = given | {name: forward_ad.make_dual(value, torch.ones_like(value))}
+            with pytest.raises(NotImplementedError, match="reference has"):
+                function(**moved)
+    with pytest.raises(NotImplementedError, match="reference has"):
+        torch.func.jvp(function, tuple(given.values()), tuple(given.values()))
 
 
 def test_backward_can_be_repeated_and_leaves_the_inputs_alone():

@@ -124,9 +124,7 @@ def test_slope_errs_no_more_than_eager_float32(spread):
 
     ours, eager = (dlogits(f.linear_policy_loss, torch.float32) for f in (__import__("amir_kernels"), reference))
     truth = dlogits(reference.linear_policy_loss, torch.float64)
-    assert_as_good_as(
-        kernel=ours, eager=eager, truth=truth, target=target, factor=1.5, name="dlogits"
-    )
+    assert_as_good_as(kernel=ours, eager=eager, truth=truth, target=target, factor=1.5, name="dlogits")
 
 
 @pytest.mark.parametrize(
@@ -225,14 +223,31 @@ def test_sequence_level_objectives_are_refused_by_name(objective):
         run_loss(linear_policy_loss, inputs, target, mask, data, objective=objective)
 
 
-def test_double_backward_is_refused():
-    inputs, target, mask, data = loss_case()
+@pytest.mark.parametrize("trained", [(), ("weight",)])
+def test_double_backward_is_refused(trained):
+    """Not left out of a sum in which other terms have a gradient."""
+    inputs, target, mask, data = loss_case(trained=trained)
     loss = linear_policy_loss(
         inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
     ).loss
-    (grad,) = torch.autograd.grad(loss, inputs["hidden"], create_graph=True)
+
+    def penalty():
+        (grad,) = torch.autograd.grad(loss, inputs["hidden"], create_graph=True)
+        (grad.square().sum() + inputs["hidden"].square().sum()).backward()
+
     with pytest.raises(RuntimeError, match="differentiated twice"):
-        grad.sum().backward()
+        penalty()
+
+
+def test_forward_mode_is_refused():
+    inputs, target, mask, data = loss_case()
+    weight = inputs["weight"].detach()
+
+    def function(hidden):
+        return linear_policy_loss(hidden, weight, target, data["old_logprobs"], data["advantages"], mask).loss
+
+    with pytest.raises(NotImplementedError, match="reference has"):
+        torch.func.jvp(function, (inputs["hidden"].detach(),), (inputs["hidden"].detach(),))
 
 
 def test_nothing_counts():

@@ -175,8 +175,9 @@ class FormedLoss(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: what is handed over would count as constant
+            raise RuntimeError("linear_policy_loss cannot be differentiated twice; amir_kernels.reference can")
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_policy_loss formed its gradients in the forward and has handed them over already"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._checks import check_count, check_devices, check_float, check_int64, check_number, check_positive, check_shape
 from ._launch import use_triton
@@ -285,6 +286,15 @@ def _check_lora(lora: tuple[Tensor, Tensor, float], weight: Tensor) -> None:
     check_number("lora scaling", scaling)
 
 
+def _refuse_forward_mode(tensors: tuple[Tensor | None, ...]) -> None:
+    """torch would take the results for constants."""
+    for tensor in () if torch.compiler.is_compiling() else tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "linear_logprob and linear_policy_loss have no forward-mode derivatives; amir_kernels.reference has"
+            )
+
+
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The wider of the two dtypes; under autocast its dtype, unless an input is float64."""
     wider = torch.promote_types(hidden.dtype, weight.dtype)
@@ -342,6 +352,7 @@ def call_of(
     if lora is not None:
         others |= {"lora A": lora[0], "lora B": lora[1]}
     check_devices("hidden", hidden.device, others)
+    _refuse_forward_mode((hidden, weight, bias, *(lora or ())[:2]))
     return Call(
         hidden,
         weight,
@@ -434,7 +445,8 @@ def linear_logprob_entropy(
     products are true float32 whatever `torch.set_float32_matmul_precision` says. Logits, sums and results are float32
     (float64 where an input is float64). Gradients are summed in float32 and returned in each input's dtype. They go to
     hidden, weight, bias, A and B, each computed only if required; rows whose upstream gradients are all exactly zero
-    are left out. Double backward is refused. Kept for backward: the inputs, and 12 bytes per row (16 with entropy).
+    are left out. Double backward and forward mode are refused. Kept for backward: the inputs, and 12 bytes per row (16
+    with entropy).
 
     On one device, backend, thread count and workspace a row's results are the same bits whatever the other rows, its
     position, the padding, the grad mode, and whether `linear_logprob`, `linear_policy_loss` or this function computed
