@@ -154,12 +154,18 @@ def test_minus_infinity_in_the_bias_removes_tokens():
     index = torch.cumsum(kept, 0) - 1
     hidden, weight = (inputs[name] for name in ("hidden", "weight"))
     ours = linear_logprob_entropy(hidden, weight, target, bias=bias, workspace_bytes=SMALL)
-    theirs = linear_logprob_entropy(hidden, weight[kept], index[target], workspace_bytes=SMALL)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
-    grads = [torch.autograd.grad(sum(v.sum() for v in result), [hidden, weight]) for result in (ours, theirs)]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    scales = upstream(target)
+    grads = [torch.autograd.grad(ours, [hidden, weight], scales)]
+    for theirs in (
+        linear_logprob_entropy(hidden, weight[kept], index[target], workspace_bytes=SMALL),
+        reference.linear_logprob_entropy(hidden, weight, target, bias=bias),
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+        grads.append(torch.autograd.grad(theirs, [hidden, weight], scales))
+    for own, *others in zip(*grads, strict=True):
+        for other in others:
+            torch.testing.assert_close(own, other)
 
 
 # ---- rows that do not count ----------------------------------------------------------------------------------------

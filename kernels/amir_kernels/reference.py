@@ -76,7 +76,7 @@ def linear_logprob_entropy(
     logits = _head_logits(hidden, weight, bias, temperature, softcap, logit_scale, lora)
     log_softmax = torch.log_softmax(logits, -1)
     logprob = log_softmax.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
-    entropy = -(log_softmax.exp() * log_softmax.clamp(min=torch.finfo(logits.dtype).min)).sum(-1)
+    entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == -torch.inf, 0)).sum(-1)
     lse = torch.logsumexp(logits, -1)
     logprob, entropy, lse = (torch.where(live, value, 0) for value in (logprob, entropy, lse))
     return LogprobEntropy(logprob, entropy if entropy_grad else entropy.detach(), lse)
