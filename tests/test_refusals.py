@@ -131,6 +131,29 @@ def test_a_temperature_and_a_lora_scaling_are_numbers_too(op, value):
         op(**OPS[op]() | {"lora": (*head()["lora"][:2], value)})
 
 
+@pytest.mark.parametrize("op", [linear_logprob, linear_policy_loss], ids=named)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
+def test_temperatures_of_tokens_follow_the_rule_of_a_number(op, value):
+    given = OPS[op]()
+    given["temperature"][1, 2] = value
+    with pytest.raises(ValueError, match=r"^temperature must be finite and positive, got .* at position \[1, 2\]"):
+        op(**given)
+    given["target"][1, 2] = -100
+    op(**given)
+    with pytest.raises(ValueError, match=r"^temperature must be finite and positive"):
+        linear_logprob(torch.ones(3), torch.ones(2, 3), torch.tensor(1), temperature=torch.tensor(value))
+
+
+def test_what_is_no_flag_no_group_and_no_choice_is_refused():
+    with pytest.raises(TypeError, match=r"^entropy_grad must be True or False, got 'false'"):
+        linear_logprob_entropy(**head() | {"entropy_grad": "false"})
+    for op in (linear_logprob, linear_logprob_entropy, linear_policy_loss):
+        with pytest.raises(TypeError, match=r"^process_group must be .* got int"):
+            op(**OPS[op]() | {"process_group": -100})  # what torch.distributed gives those outside a group
+    with pytest.raises(ValueError, match=r"^normalize must be one of 'mean', 'sum', got 'max'"):
+        linear_policy_loss(**linear_policy() | {"preference_weights": None, "normalize": "max"})
+
+
 @pytest.mark.parametrize(("op", "name"), COUNTS, ids=named)
 @pytest.mark.parametrize("value", NO_COUNTS, ids=str)
 def test_a_count_is_an_int(op, name, value):
@@ -205,6 +228,20 @@ def test_tensors_elsewhere_are_refused(op, name):
         elsewhere, said = arguments | {name: arguments[name].to("meta")}, name
     with pytest.raises(ValueError, match=f"^({said}) is on meta, .* on cpu"):
         op(**elsewhere)
+
+
+@pytest.mark.parametrize(("op", "name"), cases_of_tensors())
+def test_floats_of_8_bits_are_refused(op, name):
+    arguments = OPS[op]()
+    value = arguments[name]
+    if name == "lora":
+        arguments[name] = (value[0].to(torch.float8_e5m2), *value[1:])
+    elif value.is_floating_point() and name not in ("mask", "rewards"):
+        arguments[name] = value.to(torch.float8_e5m2)
+    else:
+        return
+    with pytest.raises(TypeError, match=f"^{name}.* at least 16 bits, got torch.float8_e5m2"):
+        op(**arguments)
 
 
 @pytest.mark.parametrize(("op", "name"), cases_of_tensors())

@@ -52,6 +52,8 @@ def check_float(name: str, tensor: Tensor) -> None:
     check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+    if tensor.dtype.itemsize == 1:
+        raise TypeError(f"{name} must have at least 16 bits, got {tensor.dtype}; convert it first")
 
 
 def check_devices(main: str, device: torch.device, others: Mapping[str, object]) -> None:

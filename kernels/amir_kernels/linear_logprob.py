@@ -9,13 +9,23 @@ The vocabulary is swept in tiles, forward and again in the backward; no `[N, V]`
 Legend: N rows (tokens), H hidden size, V vocabulary, r LoRA rank. `[...]` is any shape, the same throughout a call.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import check_count, check_devices, check_float, check_int64, check_number, check_positive, check_shape
+from ._checks import (
+    check_count,
+    check_devices,
+    check_flag,
+    check_float,
+    check_int64,
+    check_number,
+    check_positive,
+    check_shape,
+)
 from ._launch import use_triton
 from ._linear_backward import Wanted, head_grads, row_slopes
 from ._linear_head import Head, Lora, Rows, default_workspace, exact_products, scratch_bytes
@@ -91,13 +101,14 @@ def live_rows(call: Call, vocabulary: int) -> Tensor:
     target = call.target
     live = target != call.ignore_index
     outside = live & ((target < 0) | (target >= vocabulary))
-    cold = live & ~(call.temperature > 0) if call.temperature.dim() else torch.zeros_like(live)
+    heat = call.temperature
+    cold = live & ~((heat > 0) & (heat < math.inf)) if heat.dim() else torch.zeros_like(live)
     if (outside | cold).any():
         if outside.any():
             name, values, bad = "target", target, outside
             expected = f"lie in [0, {vocabulary}) or be ignore_index={call.ignore_index}"
         else:
-            name, values, bad, expected = "temperature", call.temperature, cold, "be positive"
+            name, values, bad, expected = "temperature", heat, cold, "be finite and positive"
         position = tuple(bad.nonzero()[0].tolist())
         raise ValueError(f"{name} must {expected}, got {values[position].item()} at position {list(position)}")
     return live.reshape(-1).nonzero()[:, 0]
@@ -313,7 +324,18 @@ def _temperature(temperature: float | Tensor, target: Tensor) -> Tensor:
     check_shape("temperature", temperature, target.shape, "one per token, like target")
     if temperature.requires_grad:
         raise ValueError("temperature gets no gradient; pass temperature.detach()")
-    return temperature
+    return temperature if temperature.dim() else temperature[None]
+
+
+def _group_name(process_group: "ProcessGroup | None") -> str:
+    if process_group is None:
+        return ""
+    if not hasattr(process_group, "group_name"):
+        raise TypeError(
+            "process_group must be a ProcessGroup that this rank is in (mesh.get_group() of a DeviceMesh), "
+            f"got {type(process_group).__name__}"
+        )
+    return process_group.group_name
 
 
 def call_of(
@@ -368,7 +390,7 @@ def call_of(
         _product_dtype(hidden, weight),
         default_workspace(hidden.device) if workspace_bytes is None else workspace_bytes,
         use_triton(backend, weight if weight.dtype == torch.float64 else hidden),
-        "" if process_group is None else process_group.group_name,
+        _group_name(process_group),
     )
 
 
@@ -424,8 +446,8 @@ def linear_logprob_entropy(
     """log_softmax(z)[target], the entropy of softmax(z) and logsumexp(z), `[...]` each, in nats (z: see the module).
 
     Args:
-        hidden: `[..., H]`, any float dtype, any strides.
-        weight: `[V, H]`, any float dtype. A DTensor or an empty shard is refused: gather it.
+        hidden: `[..., H]`, any strides; float16, bfloat16, float32 or float64, like every float argument.
+        weight: `[V, H]`. A DTensor or an empty shard is refused: gather it.
         target: int64 `[...]`. `ignore_index` gives 0 in all results, zero gradients and costs no head work; what hidden
             holds there does not matter. Any other value outside [0, V): ValueError with the value and its position.
         bias: `[V]`; -inf removes a token.
@@ -443,7 +465,7 @@ def linear_logprob_entropy(
 
     Products take their inputs in the wider of the two dtypes (under autocast in its dtype) and sum in float32; float32
     products are true float32 whatever `torch.set_float32_matmul_precision` says. Logits, sums and results are float32
-    (float64 where an input is float64). Gradients are summed in float32 and returned in each input's dtype. They go to
+    (float64 where hidden or weight is). Gradients are summed in float32 and returned in each input's dtype. They go to
     hidden, weight, bias, A and B, each computed only if required; rows whose upstream gradients are all exactly zero
     are left out. Double backward and forward mode are refused. Kept for backward: the inputs, and 12 bytes per row (16
     with entropy).
@@ -452,6 +474,7 @@ def linear_logprob_entropy(
     position, the padding, the grad mode, and whether `linear_logprob`, `linear_policy_loss` or this function computed
     it. (With backend="torch" on a GPU only as far as the vendor's products do not depend on the number of rows.)
     """
+    check_flag("entropy_grad", entropy_grad)
     call = call_of(
         hidden,
         weight,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._checks import check_devices, check_float, check_int64, check_shape
+from ._checks import check_choice, check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
 from ._linear_formed import FormedLoss, FormedSweep, default_room
@@ -204,6 +204,7 @@ def linear_policy_loss(
     """
     chosen = resolve_objective(objective)
     _refuse_sequence_level(chosen)
+    check_choice("normalize", normalize, ("mean", "sum"))
     check_float("hidden", hidden)
     check_int64("target", target)
     check_shape("target", target, hidden.shape[:-1], "hidden's without its last dimension")
