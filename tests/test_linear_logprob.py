@@ -517,6 +517,22 @@ def test_sharded_weights_are_refused_with_the_way_out():
         linear_logprob(inputs["hidden"], inputs["weight"].detach().as_subclass(LikeDTensor), target)
 
 
+def test_whatever_else_is_sharded_is_refused_with_the_way_out():
+    inputs, target = tensors(rank=2)
+    given = {name: value.detach() for name, value in inputs.items()} | {"target": target}
+
+    def call(hidden, weight, bias, a, b, target, temperature=1.0):
+        linear_logprob(hidden, weight, target, bias=bias, lora=(a, b, 0.5), temperature=temperature)
+
+    for name, value in (given | {"temperature": torch.ones(target.shape)}).items():
+        said = {"a": "lora A", "b": "lora B"}.get(name, name)
+        with pytest.raises(ValueError, match=rf"^{said} is a DTensor; gather it first: .*full_tensor"):
+            call(**given | {name: value.as_subclass(LikeDTensor)})
+        if name in ("bias", "a", "b"):
+            with pytest.raises(ValueError, match=rf"^{said} is an empty shard of shape \[0\]; gather it first"):
+                call(**given | {name: torch.empty(0)})
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

@@ -270,16 +270,21 @@ _linear_logprob_backward.register_autograd(_refuse_double_backward)
 # ---- the public functions ------------------------------------------------------------------------------------------
 
 
-def _check_weight(weight: Tensor) -> None:
-    check_float("weight", weight)
-    sharded = hasattr(weight, "full_tensor")
-    if sharded or weight.shape[:1].numel() == 0:
-        what = "a DTensor" if sharded else f"an empty shard of shape {list(weight.shape)}"
+def _refuse_shard(name: str, tensor: Tensor, empty: bool = False) -> None:
+    """A DTensor, or what is left of a parameter whose values are on other ranks."""
+    sharded, short = hasattr(tensor, "full_tensor"), name.split()[-1]
+    if sharded or empty:
+        what = "a DTensor" if sharded else f"an empty shard of shape {list(tensor.shape)}"
         raise ValueError(
-            f"weight is {what}; gather it first: weight.full_tensor() (FSDP2, tensor parallel), "
-            "FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([weight]) (ZeRO-3). "
+            f"{name} is {what}; gather it first: {short}.full_tensor() (FSDP2, tensor parallel), "
+            f"FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([{short}]) (ZeRO-3). "
             "For a vocabulary split over ranks pass each rank's rows and process_group"
         )
+
+
+def _check_weight(weight: Tensor) -> None:
+    check_float("weight", weight)
+    _refuse_shard("weight", weight, empty=weight.shape[:1].numel() == 0)
     if weight.dim() != 2:
         raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
 
@@ -290,8 +295,9 @@ def _check_lora(lora: tuple[Tensor, Tensor, float], weight: Tensor) -> None:
         got = f"{len(parts)} of them" if isinstance(parts, (tuple, list)) else type(parts).__name__
         raise TypeError(f"lora must be (A [r, H], B [V, r], scaling), got {got}")
     lora_a, lora_b, scaling = lora
-    check_float("lora A", lora_a)
-    check_float("lora B", lora_b)
+    for name, tensor in (("lora A", lora_a), ("lora B", lora_b)):
+        check_float(name, tensor)
+        _refuse_shard(name, tensor, empty=tensor.dim() == 1 and tensor.numel() == 0)
     check_shape("lora A", lora_a, (*lora_a.shape[:1], weight.shape[1]), "[r, H]")
     check_shape("lora B", lora_b, (weight.shape[0], lora_a.shape[0]), "[V, r]")
     check_number("lora scaling", scaling)
@@ -361,6 +367,7 @@ def call_of(
     check_shape("target", target, hidden.shape[:-1], "hidden's without its last dimension")
     if bias is not None:
         check_float("bias", bias)
+        _refuse_shard("bias", bias, empty=bias.numel() == 0)
         check_shape("bias", bias, (weight.shape[0],), "[V]")
     if softcap is not None:
         check_positive("softcap", softcap)
@@ -374,6 +381,9 @@ def call_of(
     if lora is not None:
         others |= {"lora A": lora[0], "lora B": lora[1]}
     check_devices("hidden", hidden.device, others)
+    for name, value in {"hidden": hidden, **others}.items():
+        if isinstance(value, Tensor):
+            _refuse_shard(name, value)
     _refuse_forward_mode((hidden, weight, bias, *(lora or ())[:2]))
     return Call(
         hidden,
