@@ -154,14 +154,12 @@ def pair_options(config: RunConfig) -> dict[str, Any]:
 class MicroBatch:
     """Rows of a batch that go through the model together. `whole`: it holds every row of each group it touches.
 
-    `idle`: it keeps a rank in step with the others, which have one more; its results count for nothing. `last`: none
-    follows on this rank.
+    `idle`: it keeps a rank in step with the others, which have one more; its results count for nothing.
     """
 
     rows: Tensor  # int64
     whole: bool
     idle: bool = False
-    last: bool = False
 
 
 def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> Iterator[MicroBatch]:

@@ -1,13 +1,15 @@
 """From a batch to gradients: log-probs of the live rows, the objective with its pair term, one backward a micro-batch.
 
 The loss is a function of log-probs alone, so its gradient with respect to them is taken first, each term's apart, and
-one backward of the model follows: the terms' sizes are known without a second pass.
+one backward of the model follows: the terms' sizes by log-probs are known without a second pass. Their sizes by the
+trained parameters take one, whose result is measured and dropped (`terms_apart`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,61 +41,94 @@ def objective_of(config: RunConfig) -> Objective:
 Result = TypeVar("Result")
 
 
-class TokenBudget:
-    """How many tokens a micro-batch may hold: the setting, until the GPU has no room for a micro-batch of that size.
+@dataclass(eq=False)
+class NoRoom(Exception):
+    """A micro-batch that ran out of memory, on this rank or on another."""
 
-    Then half of that micro-batch's tokens, said once, for the rest of the run.
+    tokens: int
+    rows: int
+    reason: str
+
+
+class TokenBudget:
+    """How many tokens a micro-batch may hold: the setting, until a GPU has no room for a micro-batch of that size.
+
+    Then half of that micro-batch's tokens, said once, for the rest of the run, on every rank. Copies of a model speak
+    to each other only between passes over the micro-batches, and there agree on it. Parts of one (`sharded`) do in
+    every layer, where the others wait for a rank that has left it: that ends the run.
     """
 
     def __init__(
-        self, tokens: int, *, packed: bool, say: Callable[[str], None] = lambda text: None, ranks: Ranks = ALONE
+        self,
+        tokens: int,
+        *,
+        packed: bool,
+        say: Callable[[str], None] = lambda text: None,
+        ranks: Ranks = ALONE,
+        sharded: bool = False,
     ) -> None:
         self.tokens = tokens
         self.packed = packed
         self.ranks = ranks
         self._say = say
-        self._rows = self._held = 0
+        self._sharded = sharded
 
     @classmethod
     def of(cls, config: RunConfig, policy: Policy, say: Callable[[str], None] = lambda text: None) -> "TokenBudget":
         """The run's, for the way its policy lays tokens out and the ranks it is trained on."""
-        return cls(config.micro_batch_tokens, packed=policy.packed, say=say, ranks=policy.ranks)
+        ranks, sharded = policy.ranks, policy.sharded
+        return cls(config.micro_batch_tokens, packed=policy.packed, say=say, ranks=ranks, sharded=sharded)
 
-    def split(self, batch: Batch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the batch; the latest is the one that `fit` blames."""
-        for micro in self.ranks.deal(list(micro_batches(batch, self.tokens, packed=self.packed))):
-            self._rows = len(micro.rows)
-            self._held = batch.tokens.rows(micro.rows).computed(packed=self.packed)
-            yield micro
+    def each(self, batch: Batch, work: Callable[[MicroBatch], None]) -> None:
+        """`work` on each of this rank's micro-batches of the batch, without a word to other ranks in between.
+
+        NoRoom, on every rank, where memory runs out on any; ConfigError on that rank alone where the model is in parts.
+        """
+        shortages = [short for short in self.ranks.gather(self._shortage(batch, work)) if short is not None]
+        if shortages:
+            raise min(shortages, key=lambda short: short.tokens)
 
     def fit(self, attempt: Callable[[], Result], undo: Callable[[], None] = lambda: None) -> Result:
-        """`attempt()`, which goes over `split(...)`: undone and begun again in smaller parts where memory runs out.
+        """`attempt()`, which goes over `each(...)`: undone and begun again in smaller parts where memory runs out.
 
         ConfigError where a micro-batch of one completion does not fit.
         """
         while True:
             try:
                 return attempt()
+            except NoRoom as error:
+                short = error.with_traceback(None)
+            undo()
+            torch.cuda.empty_cache()
+            self.ranks.together(partial(self._halve, short))
+
+    def _shortage(self, batch: Batch, work: Callable[[MicroBatch], None]) -> NoRoom | None:
+        """Goes over the micro-batches up to the first that has no room."""
+        for micro in self.ranks.deal(list(micro_batches(batch, self.tokens, packed=self.packed))):
+            try:
+                work(micro)
+                continue
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition(". ")[0]
-                if self.ranks.size > 1:
-                    raise ConfigError(
-                        f"rank {self.ranks.rank} is out of memory in a micro-batch of {self._held} tokens ({reason}), "
-                        f"and the other ranks wait for it; expected micro_batch_tokens below {self._held}"
-                    ) from None
-            undo()  # here the failed attempt's tensors are free: the exception held its frames
-            torch.cuda.empty_cache()
-            self._halve(reason)
+            # here the micro-batch's tensors are free: the exception held its frames
+            held = batch.tokens.rows(micro.rows).computed(packed=self.packed)
+            if self._sharded:
+                raise ConfigError(
+                    f"rank {self.ranks.rank} is out of memory in a micro-batch of {held} tokens ({reason}), and the "
+                    f"other ranks wait for its part of a layer; expected micro_batch_tokens below {held}"
+                )
+            return NoRoom(held, len(micro.rows), reason)
+        return None
 
-    def _halve(self, reason: str) -> None:
-        if self._rows <= 1:
+    def _halve(self, short: NoRoom) -> None:
+        if short.rows == 1:
             raise ConfigError(
-                f"one completion with its prompt ({self._held} tokens) does not fit into memory ({reason}); expected "
-                "gradient_checkpointing: true, quantization: 4bit, or a smaller max_completion_length"
+                f"one completion with its prompt ({short.tokens} tokens) does not fit into memory ({short.reason}); "
+                "expected gradient_checkpointing: true, quantization: 4bit, or a smaller max_completion_length"
             )
-        self.tokens = self._held // 2
+        self.tokens = short.tokens // 2
         self._say(
-            f"out of memory in a micro-batch of {self._rows} completions, {self._held} tokens: the step goes on in "
+            f"out of memory in a micro-batch of {short.rows} completions, {short.tokens} tokens: the step goes on in "
             f"micro-batches of at most {self.tokens} tokens; set micro_batch_tokens to that to start there"
         )
 
@@ -109,13 +144,22 @@ def with_reference(policy: Policy, batch: Batch, config: RunConfig, budget: Toke
 
 
 def backward(
-    policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget | None = None
+    policy: Policy,
+    batch: Batch,
+    objective: Objective,
+    config: RunConfig,
+    budget: TokenBudget | None = None,
+    *,
+    terms_apart: bool = False,
 ) -> tuple[Batch, Sums]:
     """Leaves the gradient of the whole step's loss in the trained parameters' `.grad`, which was zero before.
 
     Returns the batch with the log-probs under which it was sampled (those of the first call, before any update) and the
     sums of what happened. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that
     runs out of memory is taken again from zero in smaller ones.
+
+    `terms_apart`: the sums have the squared norm of each term's gradient by the trained parameters too, for one more
+    backward and the memory of two more gradients; `.grad` keeps its bits.
     """
     budget = budget or TokenBudget.of(config, policy)
 
@@ -124,22 +168,38 @@ def backward(
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
-    return budget.fit(lambda: _backward(policy, batch, objective, config, budget), undo)
+    return budget.fit(lambda: _backward(policy, batch, objective, config, budget, terms_apart), undo)
 
 
 def _backward(
-    policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget
+    policy: Policy, batch: Batch, objective: Objective, config: RunConfig, budget: TokenBudget, terms_apart: bool
 ) -> tuple[Batch, Sums]:
     sums: Sums = Counter()
     weights = _pair_weights(policy, batch, config, sums, budget)
     first_old = torch.zeros_like(batch.loss_mask, dtype=torch.float32) if batch.old_logprobs is None else None
-    for micro in budget.split(batch):
-        with policy.accumulating(last=micro.last):
-            logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums)
+    of_pairs = [torch.zeros_like(parameter) for parameter in policy.trainable().values()] if terms_apart else []
+
+    def work(micro: MicroBatch) -> None:
+        logprobs = _accumulate(policy, batch, micro, objective, config, weights, sums, of_pairs)
         if first_old is not None and not micro.idle:
             first_old[micro.rows, : logprobs.shape[1]] = logprobs
+
+    budget.each(batch, work)
+    policy.average_gradients()
     sums = budget.ranks.total_of_sums(sums)
+    if terms_apart:
+        sums.update(_term_squares(policy, of_pairs))
     return (batch if first_old is None else replace(batch, old_logprobs=budget.ranks.total(first_old))), sums
+
+
+def _term_squares(policy: Policy, of_pairs: list[Tensor]) -> Sums:
+    """Squares of both terms' gradients by the parameters: `.grad` is their sum, `of_pairs` this rank's part of one."""
+    squares: Any = Counter()
+    for parameter, part in zip(policy.trainable().values(), of_pairs, strict=True):
+        pairs = policy.ranks.total(part).float()
+        squares["pair_parameter_grad_square"] += pairs.square().sum()
+        squares["policy_parameter_grad_square"] += (parameter.grad - pairs).square().sum()  # type: ignore[operator]
+    return squares
 
 
 def _accumulate(
@@ -150,10 +210,11 @@ def _accumulate(
     config: RunConfig,
     weights: Tensor,
     sums: Sums,
+    of_pairs: list[Tensor],
 ) -> Tensor:
     """Forward and backward of one micro-batch, whose pairs are formed here unless `weights` speak for them already.
 
-    Returns the micro-batch's log-probs.
+    Returns the micro-batch's log-probs. Adds the pair term's gradient by the parameters to `of_pairs`, if not empty.
     """
     forms_pairs = micro.whole and config.lambda_reg > 0
     rows = micro.rows
@@ -189,6 +250,10 @@ def _accumulate(
     )
     from_policy = torch.autograd.grad(loss.policy, leaves, retain_graph=True)
     from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
+    if of_pairs:
+        parameters = list(policy.trainable().values())
+        parts = torch.autograd.grad(outputs[0], parameters, from_pairs, retain_graph=True, materialize_grads=True)
+        torch._foreach_add_(of_pairs, parts)
     ranks = policy.ranks.size  # over which gradients are averaged
     torch.autograd.backward(outputs, [ranks * (from_policy[0] + from_pairs), *(ranks * g for g in from_policy[1:])])
     sums.update(
@@ -239,10 +304,13 @@ def _pair_weights(policy: Policy, batch: Batch, config: RunConfig, sums: Sums, b
 def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) -> Tensor:
     """Log-probs `[B, C]` of the `needed` rows, 0 elsewhere, without a graph."""
     scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
-    for micro in budget.split(replace(batch, live=needed)):
+
+    def work(micro: MicroBatch) -> None:
         logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
         if not micro.idle:
             scores[micro.rows, : logprobs.shape[1]] = logprobs
+
+    budget.each(replace(batch, live=needed), work)
     return budget.ranks.total(scores)
 
 

@@ -16,7 +16,7 @@ from amir_kernels import LogprobEntropy, Support, linear_logprob, linear_logprob
 
 from .batch import Tokens
 from .packing import hidden_states, why_unpacked
-from .ranks import ALONE, Forward, Ranks, copied, run_whole, sharded
+from .ranks import ALONE, Forward, Ranks, average_gradients, copied, run_whole, sharded
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,7 @@ class Policy:
     def __post_init__(self) -> None:
         self.vocabulary_size: int = self.support.weight.shape[0]
         self.forward: nn.Module = Forward(self.model)
+        self.copies: DistributedDataParallel | None = None
         self.frozen_forward = Forward(self.frozen.body, self.frozen.head) if self.frozen else None  # type: ignore[arg-type]
 
     @property
@@ -78,7 +79,7 @@ class Policy:
             return
         self.ranks = ranks
         if not self.sharded:
-            self.forward = copied(self.forward)  # type: ignore[arg-type]
+            self.copies = copied(self.forward)  # type: ignore[arg-type]
             return
         _ = self.packed  # tried while the weights are whole
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -95,12 +96,10 @@ class Policy:
         """`run()`, which may call the model as often as it likes, with every weight whole on this rank."""
         return run_whole(self.forward, run) if self.sharded else run()
 
-    @contextlib.contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        """Around each micro-batch of a step: gradients of copies are averaged in the backward of the `last` one."""
-        held_back = isinstance(self.forward, DistributedDataParallel) and not last
-        with self.forward.no_sync() if held_back else contextlib.nullcontext():  # type: ignore[operator]
-            yield
+    def average_gradients(self) -> None:
+        """After a step's micro-batches: averages copies over the ranks. Parts of a model have been in each backward."""
+        if self.copies is not None:
+            average_gradients(self.copies)
 
     def logprobs(self, tokens: Tokens) -> Tensor:
         """Log-prob of each completion token at the sampling temperature, float32 `[B, C]`; 0 where masked."""

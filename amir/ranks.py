@@ -61,8 +61,7 @@ class Ranks:
         if not micros:
             return []
         shortest = MicroBatch(micros[-1].rows[-1:], whole=False, idle=True)
-        *others, last = [*micros, *[shortest] * (-len(micros) % self.size)][self.rank :: self.size]
-        return [*others, replace(last, last=True)]
+        return [*micros, *[shortest] * (-len(micros) % self.size)][self.rank :: self.size]
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of each rank, by rank; anything that can be pickled, its tensors on the CPU."""
@@ -156,10 +155,19 @@ class Forward(nn.Module):
 
 
 def copied(forward: Forward) -> DistributedDataParallel:
-    """For adapters: each rank has the model, and gradients are averaged in the last backward of a step."""
+    """For adapters: each rank has the model and trains it by itself, until `average_gradients` of the copies."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(forward, broadcast_buffers=False)
+
+
+def average_gradients(copies: DistributedDataParallel) -> None:
+    """Averages what each rank has accumulated: DDP does so in a backward, here that of a sum of no numbers.
+
+    So no micro-batch waits for another rank, and one that has no room in memory can be left on every rank.
+    """
+    trained = [parameter for parameter in copies.parameters() if parameter.requires_grad]
+    copies(lambda: sum(parameter.flatten()[:0].sum() for parameter in trained)).backward()
 
 
 def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: int) -> Forward:

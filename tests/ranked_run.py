@@ -1,6 +1,7 @@
 """`amir train` of the tiny model with completions that are a function of the prompt, alone or under torchrun.
 
-A script of its own, which tests/test_ranks.py starts: `python ranked_run.py RUN.yaml [--resume]`.
+A script of its own, which tests/test_ranks.py starts: `python ranked_run.py RUN.yaml [--resume] [--sample]
+[--no-room SCORED TRAINED]`. The last lets the second rank run out of memory like CUDA in a micro-batch of more rows.
 """
 
 import random
@@ -9,8 +10,11 @@ import sys
 import torch
 
 import amir.__main__ as command
+import amir.loss
 import amir.rewards.runner
 import amir.trainer
+from amir.batch import Batch, MicroBatch, Tokens
+from amir.model import Policy
 from amir.rollout import Rollout, rollout_of
 from tiny import EOS, Grader
 
@@ -42,9 +46,33 @@ class Fixed:
         return [*ids[:-1], EOS] if length < longest else ids
 
 
+def leave_no_room(scored: int, trained: int) -> None:
+    """For more rows on the second rank: in a pass without gradients, or when a backward has left its own behind."""
+    logprobs, accumulate = Policy.logprobs, amir.loss._accumulate
+
+    def tight(rows: int, most: int) -> None:
+        if torch.distributed.get_rank() == 1 and rows > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    def scores(policy: Policy, tokens: Tokens) -> torch.Tensor:
+        tight(len(tokens), scored)
+        return logprobs(policy, tokens)
+
+    def trains(policy: Policy, batch: Batch, micro: MicroBatch, *others: object) -> torch.Tensor:
+        made = accumulate(policy, batch, micro, *others)
+        tight(len(micro.rows), trained)
+        return made
+
+    Policy.logprobs, amir.loss._accumulate = scores, trains
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     amir.rewards.runner.Correctness = ParityGrader
+    if "--no-room" in sys.argv:
+        place = sys.argv.index("--no-room")
+        leave_no_room(*map(int, sys.argv[place + 1 : place + 3]))
+        del sys.argv[place : place + 3]
     if "--sample" in sys.argv:
         sys.argv.remove("--sample")
     else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,12 @@ HERE = Path(__file__).parent
 STEPS = 3
 WAYS = {
     # a group that does not fit into a micro-batch, a step reused, both references
-    "adapter": {"beta": 0.04, "num_iterations": 2, "micro_batch_tokens": 40},
+    "adapter": {"beta": 0.04, "num_iterations": 2, "micro_batch_tokens": 40, "term_gradient_steps": 2},
     "model": {"lora": None, "beta": 0.04, "learning_rate": 1e-3, "micro_batch_tokens": 40},
     "model, layers checkpointed": {"lora": None, "ref_free": True, "gradient_checkpointing": True},
 }
 UNTIMED = ("loss", "preference_loss", "grad_norm", "kl", "pairs", "reward", "tokens_trained", "pair_accuracy", "ratio")
+UNTIMED += ("policy_parameter_grad_norm", "pair_parameter_grad_norm")
 
 
 def run(folder: Path, name: str, ranks: int, *options: str, **changes: object) -> Path:
@@ -138,6 +140,30 @@ def test_fewer_prompts_than_ranks(tmp_path) -> None:
     assert [len(file.read_text().splitlines()) for file in sorted((path / "completions").iterdir())] == [2, 2, 8, 8]
 
 
+def test_a_rank_out_of_memory_takes_the_step_again_with_all(tmp_path) -> None:
+    """First in scoring, then in training, where both ranks have gradients that must not stay."""
+    changes = {"beta": 0.04, "num_iterations": 2, "num_generations": 8, "max_completion_length": 30}
+    changes |= {"micro_batch_tokens": 250}
+    one = run(tmp_path, "on-1", 1, **changes)
+    done = ended(tmp_path, "on-2", 2, "--no-room", "5", "1", **changes)
+    assert done.returncode == 0, done.stderr
+    refuse_difference(one, tmp_path / "on-2")
+    words = r"out of memory in a micro-batch of (\d+) completions, (\d+) tokens: the step goes on"
+    said = re.findall(words, (tmp_path / "on-2" / "log.txt").read_text())
+    assert [int(rows) > 5 for rows, _ in said] == [True, *[False] * (len(said) - 1)]
+    assert [int(tokens) for _, tokens in said] == sorted({int(tokens) for _, tokens in said}, reverse=True)
+    assert len(said) >= 2
+    assert done.stdout.count("out of memory") == len(said)
+
+
+def test_parts_of_a_model_end_where_a_rank_is_out_of_memory(tmp_path) -> None:
+    done = ended(tmp_path, "parts", 2, "--no-room", "9", "1", lora=None, micro_batch_tokens=100)
+    assert done.returncode != 0
+    assert done.stderr.count("is out of memory") == 1, done.stderr
+    words = r"amir: rank 1 is out of memory in a micro-batch of (\d+) tokens .*; expected micro_batch_tokens below \1"
+    assert re.search(words, done.stderr), done.stderr
+
+
 ONE_RANK_FAILS = (
     "def moody(completions):\n    if len(completions) == 4: raise ValueError('few')\n    return [1.0] * 8\n"
 )
@@ -156,6 +182,12 @@ ENDS = {
         [],
         {"rewards": [{"function": "mine.py:moody"}], "eval_prompts": 0},
         "reward moody (mine.py:moody) raised ValueError: few",
+    ),
+    "one completion that does not fit on one rank": (
+        REFUSED,
+        ["--no-room", "9", "0"],
+        {},
+        "one completion with its prompt",
     ),
     "a gradient that is not finite on any rank": (STOPPED, [], OVERFLOWS, "step 2: the gradient is not finite"),
     "parts of a model that cannot be sampled": (
@@ -192,5 +224,4 @@ def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
     dealt = [Ranks(rank, 3).deal(micros) for rank in range(3)]
     assert [[int(m.rows) for m in share if not m.idle] for share in dealt] == [[0, 3], [1], [2]]
     assert [[m.idle for m in share] for share in dealt] == [[False, False], [False, True], [False, True]]
-    assert [[m.last for m in share] for share in dealt] == [[False, True]] * 3
     assert Ranks(1, 2).deal([]) == []
