@@ -1,5 +1,6 @@
 """Live progress in the terminal, and the picture of a run's curves."""
 
+import contextlib
 import json
 import os
 import socket
@@ -22,6 +23,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from .config import RunStopped
+
 
 class Silence:
     """The display of the ranks that are not the first."""
@@ -42,11 +45,21 @@ class Silence:
         """Nothing."""
 
 
+class _Output(Console):
+    """The terminal, or what the output was sent to."""
+
+    def on_broken_pipe(self) -> None:
+        """RunStopped instead of an end without a word."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+        raise RunStopped("what read the output has closed it")
+
+
 class Terminal:
     """A progress bar under a line a step; the lines alone where there is no terminal."""
 
     def __init__(self, total_steps: int, tensorboard: Path, log: Callable[[str], None]) -> None:
-        self.console = Console()
+        self.console = _Output()
         self._events: Path | None = (
             tensorboard / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         )

@@ -4,6 +4,7 @@ Everything but times, memory, the gradient's norm and the learning rate is forme
 those of the loss), which add over micro-batches and over ranks.
 """
 
+import math
 import resource
 import sys
 import time
@@ -200,16 +201,32 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
     return {name: row[name] for name in METRICS} | means
 
 
-def evaluation_metrics(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of evaluations.jsonl, from those of its completions; a mean is blank where nothing was scored."""
-    right = [row["rewards"]["correctness"] for row in rows if row["rewards"].get("correctness") is not None]
+def evaluation_metrics(step: int, rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
+    """The row of evaluations.jsonl, from those of its completions, `samples` of each prompt side by side.
+
+    A mean is blank where nothing was scored. pass@k for k = 2, 4, 8, ... up to `samples`; pass@1 is `success`.
+    """
+    judged = [row["rewards"].get("correctness") for row in rows]
+    prompts = [judged[first : first + samples] for first in range(0, len(rows), samples)]
+    right = [score for score in judged if score is not None]
     rewards = [row["reward"] for row in rows if row["reward"] == row["reward"]]
     return {
         "step": step,
         "samples": len(rows),
         "success": sum(right) / len(right) if right else None,
         "reward": sum(rewards) / len(rewards) if rewards else None,
+        **{f"pass@{k}": pass_at_k(prompts, k) for k in (2**n for n in range(1, samples.bit_length()))},
     }
+
+
+def pass_at_k(prompts: list[list[float | None]], k: int) -> float | None:
+    """Mean over prompts of 1 - C(n - c, k) / C(n, k), c of n completions right: unbiased (arXiv 2107.03374).
+
+    Prompts with fewer than k judged completions are left out; None where all are.
+    """
+    counts = [(len(found), found.count(1.0)) for found in ([s for s in p if s is not None] for p in prompts)]
+    passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
+    return sum(passed) / len(passed) if passed else None
 
 
 def peak_memory_mb(device: torch.device) -> float:

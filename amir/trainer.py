@@ -149,7 +149,7 @@ class Trainer:
             rows += completion_rows(examples, rollout, scores, c)
             self.directory.record_completions("eval", step, rows)
         if rows:
-            summary = evaluation_metrics(step, rows)
+            summary = evaluation_metrics(step, rows, c.eval_samples)
             self.directory.record("evaluations", summary)
             name = "reward" if summary["success"] is None else "success"
             shown = "unscored" if summary[name] is None else format(summary[name], ".3f")

@@ -1,7 +1,9 @@
 """Metrics from sums: known values, blanks where nothing is known, the same however a step is split."""
 
+import itertools
 import math
 from collections import Counter
+from statistics import mean
 
 import pytest
 import torch
@@ -147,9 +149,24 @@ def test_evaluations_count_right_answers_and_bear_unscored_ones() -> None:
         {"reward": NAN, "rewards": {"correctness": None, "style": None}},
         {"reward": 0.5, "rewards": {"correctness": 0.0, "style": 1.0}},
     ]
-    assert evaluation_metrics(3, rows) == {"step": 3, "samples": 3, "success": 0.5, "reward": 1.5}
+    assert evaluation_metrics(3, rows, 1) == {"step": 3, "samples": 3, "success": 0.5, "reward": 1.5}
     unjudged = [{"reward": NAN, "rewards": {"style": None}}]
-    assert evaluation_metrics(3, unjudged) == {"step": 3, "samples": 1, "success": None, "reward": None}
+    assert evaluation_metrics(3, unjudged, 1) == {"step": 3, "samples": 1, "success": None, "reward": None}
+
+
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one() -> None:
+    right = [[1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0], [0] * 8, [1] * 4 + [0] * 4]
+    rows = [{"reward": float(r), "rewards": {"correctness": float(r)}} for prompt in right for r in prompt]
+    found = evaluation_metrics(3, rows, 8)
+    assert list(found) == ["step", "samples", "success", "reward", "pass@2", "pass@4", "pass@8"]
+    for k in (2, 4, 8):
+        shares = [mean(any(draw) for draw in itertools.combinations(prompt, k)) for prompt in right]
+        assert found[f"pass@{k}"] == pytest.approx(mean(shares))
+    for row in rows[1:8]:  # of the first prompt one completion is judged, which is too few for any k
+        row["rewards"]["correctness"] = None
+    shares = [mean(any(draw) for draw in itertools.combinations(prompt, 2)) for prompt in right[1:]]
+    assert evaluation_metrics(3, rows, 8)["pass@2"] == pytest.approx(mean(shares))
+    assert evaluation_metrics(3, rows[1:8], 8)["pass@2"] is None
 
 
 def untimed(row: dict[str, object]) -> dict[str, object]:

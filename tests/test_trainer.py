@@ -142,6 +142,16 @@ def test_resuming_gives_the_same_bits_and_loses_nothing(tmp_path, changes: dict[
     assert (superseded / "step-000003.jsonl").is_file()
 
 
+def test_evaluating_changes_neither_weights_nor_what_is_sampled(tmp_path) -> None:
+    quiet = run(tmp_path / "quiet", run_config(eval_prompts=0))
+    often = run(tmp_path / "often", run_config(eval_prompts=4, eval_steps=1, eval_samples=3))
+    evaluations = rows(tmp_path / "often" / "evaluations.jsonl")
+    assert [(row["step"], row["samples"]) for row in evaluations] == [(0, 12), (1, 12), (2, 12), (3, 12)]
+    assert 0 <= evaluations[0]["success"] <= evaluations[0]["pass@2"] <= 1
+    for left, right in zip(quiet.named.values(), often.named.values(), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_and_keeps_what_it_had(tmp_path) -> None:
     config = run_config(max_steps=2, save_steps=9)
     whole = run(tmp_path / "whole", config)
@@ -381,12 +391,15 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert [round(learning_rate(cosine, step), 4) for step in (1, 3)] == [1.0, 0.5]
 
 
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def at(cwd: Path) -> dict[str, Any]:
+    """How a command is run here."""
     path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+    return {"cwd": cwd, "env": environment, "capture_output": True, "text": True}
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], **at(cwd), check=False)
 
 
 def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
@@ -418,6 +431,25 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, begun: bool, words: str)
     done = python("-c", script, cwd=tmp_path)
     assert done.returncode == 1
     assert words in done.stderr
+
+
+def test_an_output_that_is_closed_ends_the_run_with_a_word(tmp_path) -> None:
+    script = """if True:
+        import sys, amir.__main__ as command
+        from pathlib import Path
+        from amir.display import Terminal
+        def train(path, config, resume):
+            terminal = Terminal(1, Path(), print)
+            while True:
+                terminal.say("line" * 1000)
+        sys.argv, command._train = ["amir", "train", "quickstart"], train
+        command.main()
+    """
+    piped = f"{sys.executable} -c '{script}' | head -n 2"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", piped], **at(tmp_path), check=False)
+    assert done.returncode == 1
+    assert "what read the output has closed it; the run had not begun" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_command_lists_recipes_and_says_what_the_machine_can_do(tmp_path) -> None:
