@@ -114,8 +114,9 @@ class Trainer:
                 batch = with_reference(self.policy, batch, c, self.budget)
                 clock.lap("reference")
 
+                apart = c.term_gradient_steps > 0 and step % c.term_gradient_steps == 0
                 for _ in range(c.num_iterations):
-                    batch, sums = backward(self.policy, batch, self.objective, c, self.budget)
+                    batch, sums = backward(self.policy, batch, self.objective, c, self.budget, terms_apart=apart)
                     grad_norm = self.ranks.together(partial(apply_update, self.optimizer, c, step))
                 clock.lap("update")
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from amir.batch import Batch, make_batch, micro_batches
-from amir.config import RunConfig, RunStopped
+from amir.config import ConfigError, RunConfig, RunStopped
+from amir.load import _load, checkpoint_layers
 from amir.loss import backward, objective_of, with_reference
 from amir.model import Policy
 from amir.optim import apply_update, make_optimizer
 from amir.rollout import sample
 from amir_kernels import reference
+from test_trainer import ParityGrader, run
 from tiny import distance, gradients, policy, run_config, sampled_batch
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -49,8 +51,8 @@ def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]],
     return steps, sizes, values, made
 
 
-def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None) -> list[Tensor]:
-    """One graph over all rows, dead ones too: full logits, plain-torch loss, autograd."""
+def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None, term: str = "loss") -> list[Tensor]:
+    """One graph over all rows, dead ones too: full logits, plain-torch loss or a `term` of it, autograd."""
 
     def logits(tokens):
         ids = torch.cat([tokens.prompt_ids[tokens.prompt_of], tokens.completion_ids], 1)
@@ -72,7 +74,7 @@ def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None) ->
         batch.rewards,
         batch.group,
         batch.loss_mask,
-        ref_logprobs=ref,
+        ref_logprobs=batch.ref_logprobs if made.frozen else ref,
         objective=objective_of(config),
         lambda_reg=config.lambda_reg,
         beta_dpo=config.beta_dpo,
@@ -83,7 +85,7 @@ def oracle(made: Policy, batch: Batch, config: RunConfig, old: Tensor | None) ->
         normalize=config.normalize,
         entropy=-(scores.exp() * scores).sum(-1) if config.entropy_coef else None,
     )
-    loss.loss.backward()
+    getattr(loss, term).backward()
     return gradients(made)
 
 
@@ -105,6 +107,53 @@ def test_gradient_is_that_of_full_logits_and_the_plain_loss(changes: dict[str, o
     backward(made, filled, objective_of(config), config)
     ours = gradients(made)
     assert distance(ours, oracle(made, batch, config, filled.old_logprobs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("budget", [WHOLE, THREE_PARTS, ROW_BY_ROW])
+@pytest.mark.parametrize(
+    "changes",
+    [{"beta": 0.04}, {"lora": None, "beta": 0.04}, {"entropy_coef": 0.02, "gradient_checkpointing": True}],
+    ids=str,
+)
+def test_terms_apart_are_those_of_autograd_and_leave_the_gradient_its_bits(budget: int, changes: dict) -> None:
+    config = run_config(micro_batch_tokens=budget, num_iterations=2, **changes)
+    made = policy(config)
+    make_optimizer(config, made.trainable())
+    if config.gradient_checkpointing:
+        checkpoint_layers(made.support.body, offload=False)
+    batch = sampled(made, config)
+    backward(made, batch, objective_of(config), config)
+    expected = gradients(made)
+    for parameter in made.trainable().values():
+        parameter.grad.zero_()
+    filled, sums = backward(made, batch, objective_of(config), config, terms_apart=True)
+    assert all(map(torch.equal, gradients(made), expected))
+    for term, name, factor in [("policy", "policy", 1.0), ("preference", "pair", config.lambda_reg)]:
+        norm = factor * sum(float(g.square().sum()) for g in oracle(made, filled, config, None, term)) ** 0.5
+        measured = float(sums[f"{name}_parameter_grad_square"]) ** 0.5
+        assert measured == pytest.approx(norm, rel=TOLERANCE)
+        assert norm > 1e-3
+
+
+def test_terms_apart_are_measured_in_every_nth_step_and_refused_where_gradients_are_in_parts(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("amir.rewards.runner.Correctness", ParityGrader)
+    runs = {}
+    for every in (0, 2):
+        runs[every] = run(
+            tmp_path / str(every), run_config(term_gradient_steps=every, num_iterations=2, eval_prompts=0)
+        )
+    assert all(map(torch.equal, *(list(made.named.values()) for made in runs.values())))
+    names = ("policy_parameter_grad_norm", "pair_parameter_grad_norm", "grad_norm")
+    blank, (first, second, third) = (made.display.steps for made in runs.values())
+    assert all(row[name] is None for row in [*blank, first, third] for name in names[:2])
+    policy_norm, pair_norm, norm = (second[name] for name in names)
+    assert abs(policy_norm - pair_norm) <= norm * (1 + 1e-6)
+    assert norm <= (policy_norm + pair_norm) * (1 + 1e-6)
+    assert min(policy_norm, pair_norm) > 0
+    with pytest.raises(ConfigError, match=r"^term_gradient_steps = 2: on several ranks"):
+        _load(run_config(lora=None, term_gradient_steps=2), in_parts=True)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
