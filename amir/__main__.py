@@ -136,7 +136,11 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
         trainer.train()
     if not ranks.first:
         return
-    typer.echo(f"curves: {draw_curves(path)}\ntrained {trainer.result}: {path / trainer.result}")
+    try:
+        typer.echo(f"curves: {draw_curves(path)}")
+    except OSError as error:
+        typer.echo(f"curves.png cannot be written ({error.strerror or error}); metrics.jsonl has every step")
+    typer.echo(f"trained {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
     typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")
 

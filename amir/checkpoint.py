@@ -175,6 +175,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
     try:
         yield staging
     except (SafetensorError, OSError) as error:
+        shutil.rmtree(staging, ignore_errors=True)  # what it took of a full disk
         raise OSError(f"{target} could not be saved: {error}") from None
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)

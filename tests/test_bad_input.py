@@ -313,6 +313,14 @@ def test_a_run_that_cannot_go_on_says_why(case: str, command: Command, tiny_fold
     assert list(Path("out/completions").glob("step-*"))
 
 
+def test_a_picture_that_cannot_be_written_is_said_after_a_whole_run(command: Command, tiny_folder: Path) -> None:
+    Path("out/curves.png").mkdir(parents=True)
+    told = command("train", write(Path("run.yaml"), model=str(tiny_folder), output_dir="out"))
+    assert told[0] == 0, told
+    assert "curves.png cannot be written (Is a directory)" in told[1]
+    assert Path("out/adapter/adapter_model.safetensors").is_file()
+
+
 def test_an_evaluation_that_nothing_scores(command: Command, tiny_folder: Path) -> None:
     Path("mine.py").write_text("def silent(completions): return [None] * len(completions)\n")
     rewards = [{"function": "mine.py:silent"}]
