@@ -115,9 +115,8 @@ def make_batch(tokens: Tokens, rewards: Tensor, truncated: Tensor, config: RunCo
     advantages = group_advantage(
         scores, group, baseline=baseline, scale=scale, combine=config.combine_rewards, weights=factors
     ).float()
-    masked = truncated & config.mask_truncated_completions | ~tokens.completion_mask.any(
-        1
-    )  # or empty: no ratio to pair
+    empty = ~tokens.completion_mask.any(1)  # without a ratio to pair
+    masked = truncated & config.mask_truncated_completions | empty
     loss_mask = tokens.completion_mask & ~masked[:, None]
     scorable = ~masked & ~rewards.isnan()
     chosen, rejected = torch.zeros_like(rewards), torch.zeros_like(rewards)

@@ -116,9 +116,7 @@ class LoraSettings(Settings):
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
     target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"  # names, or a regular expression
-    adapter: PathText | None = (
-        None  # a PEFT folder to go on from, with its own modules; it is then the reference as well
-    )
+    adapter: PathText | None = None  # a PEFT folder to go on from, with its own modules; then the reference as well
 
 
 class ArithmeticTask(Settings):
