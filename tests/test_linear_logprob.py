@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from amir_kernels import linear_logprob, linear_logprob_entropy, reference
+from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
 from closeness import assert_as_good_as
 from head_cases import RESULTS, SMALL, Products, option_cases, options_of, precisions, run, tensors, upstream
 
@@ -450,6 +450,20 @@ def test_strided_and_expanded_inputs():
         torch.testing.assert_close(ours, theirs)
         for one, other in zip(*(torch.autograd.grad(f.sum(), [base, weight]) for f in (ours, theirs)), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_the_default_device_changes_nothing():
+    """The temperature as a tensor belongs to the call, not there: on "meta" the results were whatever memory held."""
+    inputs, target = tensors()
+    loss = {"old_logprobs": None, "advantages": torch.ones(2)}
+    for weight in (inputs["weight"], inputs["weight"].detach()):
+        results = []
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                value = linear_logprob(inputs["hidden"], weight, target, temperature=0.7)
+                total = linear_policy_loss(inputs["hidden"], weight, target, **loss).loss
+                results.append((value, total, *torch.autograd.grad(value.sum() + total, inputs["hidden"])))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_autocast_takes_its_dtype_for_the_products_and_float32_for_the_rest():

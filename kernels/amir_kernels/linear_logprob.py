@@ -325,7 +325,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def _temperature(temperature: float | Tensor, target: Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         check_positive("temperature", temperature)
-        return torch.ones((), dtype=torch.float64) * temperature
+        return torch.ones((), dtype=torch.float64, device="cpu") * temperature  # whatever the default device is
     check_float("temperature", temperature)
     check_shape("temperature", temperature, target.shape, "one per token, like target")
     if temperature.requires_grad:

@@ -346,7 +346,7 @@ def preference_loss(
         loss = losses.sum() / (divisor or 1)
     shares = [(logit > 0).to(logit.dtype), logit.detach()]
     accuracy, mean_logit = (share.sum() / max(len(logit), 1) for share in shares)
-    return PreferenceLoss(loss, torch.tensor(len(logit)), accuracy, mean_logit)
+    return PreferenceLoss(loss, torch.tensor(len(logit), device=loss.device), accuracy, mean_logit)
 
 
 def preference_weights(
@@ -576,7 +576,8 @@ def amir_loss(
     if preference_weights is not None:
         preference = (preference_weights.detach() * scores).sum()
     elif rewards is not None and group is not None:
-        valid = torch.tensor([len(row(logprobs)) > 0 for row in _token_rows(logprobs, mask, cu_seqlens)])
+        present = [len(row(logprobs)) > 0 for row in _token_rows(logprobs, mask, cu_seqlens)]
+        valid = torch.tensor(present, device=scores.device)
         keywords: dict[str, Any] = {
             "beta_dpo": beta_dpo,
             "reward_margin": reward_margin,
