@@ -127,9 +127,12 @@ def main() -> int:
     if not options.rehearse and not torch.cuda.is_available():
         print("gpu_check: no GPU here; --rehearse runs everything tiny on the CPU", file=sys.stderr)
         return 2
+    wanted = [name for name in stages if not options.stages or any(part in name for part in options.stages)]
+    if not wanted:
+        print(f"gpu_check: --stages names none of {', '.join(stages)}", file=sys.stderr)
+        return 2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("")
-    wanted = [name for name in stages if not options.stages or any(part in name for part in options.stages)]
     run_all(wanted, options)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()]
     return report(rows, judged=not options.rehearse)

@@ -221,6 +221,14 @@ def test_stages_beyond_the_budget_are_named(tmp_path):
     assert all(row["case"].endswith("dropped, the time is spent") for row in rows)
 
 
+def test_no_stage_at_all_is_no_success_and_leaves_the_rows_of_before(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"case": "kept"}\n')
+    done, rows = rehearse(tmp_path, "--stages", "numerisc")
+    assert done.returncode == 2
+    assert "--stages names none of numerics float16, same bits" in done.stderr
+    assert rows == [{"case": "kept"}]
+
+
 def test_a_peer_that_fails_becomes_a_row(bench, problem):
     def missing():
         raise ImportError("no such peer")

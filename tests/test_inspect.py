@@ -173,6 +173,21 @@ def test_command_prints_one_kernel_and_names_the_prediction():
     assert "predicted" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--hidden", "-3"], "at least 1"),
+        (["--vocabulary", "0"], "at least 1"),
+        (["--only", "stat_kernel"], "no kernel"),
+    ],
+)
+def test_what_is_not_there_is_no_success(option, message):
+    done = compiled(["-m", "amir_kernels.inspect", *option])
+    assert done.returncode == 2
+    assert f"argument {option[0]}: " in done.stderr
+    assert message in done.stderr
+
+
 def test_interpreted_kernels_cannot_be_inspected():
     command = [sys.executable, "-m", "amir_kernels.inspect"]
     done = subprocess.run(

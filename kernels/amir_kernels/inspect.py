@@ -300,13 +300,19 @@ def inspect_kernels(
     ]
 
 
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status, 1 where a kernel spills registers."""
     parser = argparse.ArgumentParser(prog="python -m amir_kernels.inspect", description=__doc__)
     parser.add_argument("--arch", default=["sm_90"], nargs="+", choices=ARCHITECTURES)
     parser.add_argument("--dtype", default=["bf16"], nargs="+", choices=DTYPES)
-    parser.add_argument("--hidden", type=int, default=2048, help="H")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="V")
+    parser.add_argument("--hidden", type=_size, default=2048, help="H")
+    parser.add_argument("--vocabulary", type=_size, default=VOCABULARY, help="V")
     parser.add_argument("--only", nargs="+", help="kernels whose names start so, stats_kernel for instance")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of text")
     options = parser.parse_args(arguments)
@@ -316,6 +322,8 @@ def main(arguments: list[str] | None = None) -> int:
         for dtype in options.dtype
         for row in inspect_kernels(architecture, dtype, options.hidden, options.vocabulary, options.only)
     ]
+    if not rows:
+        parser.error(f"argument --only: no kernel's name starts with {' or '.join(options.only)}")
     if options.json:
         print(json.dumps(rows))
     else:
