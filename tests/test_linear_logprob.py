@@ -1,5 +1,7 @@
 """linear_logprob against the reference: values, gradients, bits, memory, and what it refuses."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
+from amir_kernels._linear_head import exact_products
 from closeness import assert_as_good_as
 from head_cases import RESULTS, SMALL, Products, option_cases, options_of, precisions, run, tensors, upstream
 
@@ -502,6 +505,27 @@ def test_products_are_float32_whatever_the_global_precision(monkeypatch, set_pre
     assert precisions() == before
     assert len(products.seen) > 3
     assert not {"tf32", "bf16"} & {setting for pair in products.seen for setting in pair}
+
+
+def test_threads_that_overlap_leave_the_global_precision_as_it_was(set_precision):
+    """The first to come leaves first: the other still has true float32, and the setting of before comes back."""
+    set_precision["old"]()
+    before, entered, left, seen = precisions(), threading.Barrier(2), threading.Barrier(2), []
+
+    def first():
+        with exact_products(torch.device("cpu")):
+            entered.wait(10)
+        left.wait(10)
+
+    other = threading.Thread(target=first)
+    other.start()
+    with exact_products(torch.device("cpu")):
+        entered.wait(10)
+        left.wait(10)
+        seen.append(precisions())
+    other.join()
+    assert not {"tf32", "bf16"} & set(seen[0])
+    assert precisions() == before
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

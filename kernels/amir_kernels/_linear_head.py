@@ -5,7 +5,8 @@ Legend: N rows (tokens), R rows of a block, H hidden size, V vocabulary, C colum
 
 import contextlib
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ def scratch_bytes(head: Head, rows: int, workspace: int) -> int:
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """Float32 products in float32 (no TF32, no bfloat16) and no autocast inside the op, whatever is set outside."""
-    with _float32_products(), torch.autocast(device.type, enabled=False):
+    with _FLOAT32_PRODUCTS, torch.autocast(device.type, enabled=False):
         yield
 
 
@@ -169,6 +170,29 @@ def _float32_products_by_backend() -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+class _OnceInProcess:
+    """A context that the first of several threads enters and the last one leaves: what it sets is the process's."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._lock, self._inside = make, threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._context = self._make()
+                self._context.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._context.__exit__(None, None, None)
+
+
+_FLOAT32_PRODUCTS = _OnceInProcess(_float32_products)
 
 
 def gather_rows(tensor: Tensor, index: Tensor) -> Tensor:
