@@ -8,6 +8,7 @@ The first rank alone writes.
 
 import contextlib
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ Result = TypeVar("Result")
 
 PATIENCE = timedelta(hours=2)
 """How long a rank waits for another, which may be sampling: longer than any step should take."""
+SPEECH = 10.0
+"""Seconds at most that the first rank takes to say why all end."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Ranks:
         if self.first:
             raise kind("\n".join(dict.fromkeys(text for _, text in errors)))
         with contextlib.suppress(RuntimeError):
-            self.gather(None)  # which fails once the first has gone: torchrun ends all ranks as soon as one is
+            self.gather(None)  # which fails once the first has disconnected: it speaks then
+        time.sleep(SPEECH)  # torchrun ends all ranks as soon as one is, this one when the first has spoken and left
         raise SystemExit(2 if issubclass(kind, ConfigError) else 1)
 
     def wait(self) -> None:
@@ -136,6 +140,7 @@ def joined_ranks() -> Iterator[Ranks]:
         if isinstance(error, RunStopped) or not (isinstance(error, dist.DistBackendError) or "gloo" in str(error)):
             raise
         if dist.get_rank() > 0:
+            time.sleep(SPEECH)
             raise SystemExit(1) from None
         raise RunStopped("the first rank lost touch with another, which has said why or was killed") from None
     finally:
