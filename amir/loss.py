@@ -46,11 +46,12 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Meanwhile glibc maps CPU blocks of 1 MB or more one by one, which go back to the system as soon as they are free.
+    """Meanwhile glibc maps CPU blocks of 1 MB or more, for which its heap has no free room, one by one.
 
-    On the common heap what a micro-batch frees at once leaves holes between what it keeps for its backward: a quarter
-    of the resident memory. Afterwards blocks share the heap up to 32 MB, where glibc itself arrives: rollouts use the
-    same ones again and again. Other C libraries are left as they are.
+    They go back to the system as soon as they are free. On the common heap what a micro-batch frees at once leaves
+    holes between what it keeps for its backward: a quarter of the resident memory. Afterwards blocks share the heap up
+    to 32 MB, where glibc itself arrives: rollouts use the same ones again and again. Other C libraries are left as they
+    are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:

@@ -111,7 +111,7 @@ def rollout_of(
     parts = (*_left_pad(prompts, policy.pad_id), _prompt_of(len(prompts), len(completions)), padded, mask & inside)
     tokens = Tokens(*(part.to(policy.device) for part in parts))
     given = None
-    if logprobs is not None:
+    if logprobs is not None and any(row is not None for row in logprobs):
         rows = [_logprobs_given(row, len(ids)) for row, ids in zip(logprobs, completions, strict=True)]
         given = torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in rows], device=policy.device)
     left_out = None if unusable is None else torch.tensor(unusable, device=policy.device)
@@ -139,8 +139,7 @@ def joined(policy: Policy, rollouts: list[Rollout], kept: list[Tensor]) -> Rollo
             completions.append(t.completion_ids[row][mask].tolist())
             logprobs.append(None if rollout.logprobs is None else rollout.logprobs[row][mask].tolist())
             unusable.append(False if rollout.unusable is None else bool(rollout.unusable[row]))
-    given = None if all(row is None for row in logprobs) else logprobs
-    return rollout_of(policy, prompts, completions, given, unusable if any(unusable) else None)
+    return rollout_of(policy, prompts, completions, logprobs, unusable if any(unusable) else None)
 
 
 def completion_masks(completion_ids: Tensor, eos_ids: list[int]) -> tuple[Tensor, Tensor]:

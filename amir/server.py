@@ -121,9 +121,8 @@ class Server:
         workers = self._settings.concurrent_requests if self._dialect.concurrent else 1
         with ThreadPoolExecutor(workers) as pool, self._client.abandoned_on_error():
             made = [completion for group in pool.map(complete, range(len(prompts))) for completion in group]
-        logprobs = None if all(c.logprobs is None for c in made) else [c.logprobs for c in made]
         unusable = [not c.usable for c in made]
-        return rollout_of(self._policy, prompts, [c.ids for c in made], logprobs, unusable)
+        return rollout_of(self._policy, prompts, [c.ids for c in made], [c.logprobs for c in made], unusable)
 
     def _push(self) -> None:
         """Hands the server the policy's adapter, unless it has it, and checks that it arrived."""

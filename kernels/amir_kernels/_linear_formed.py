@@ -166,6 +166,10 @@ class FormedSweep(Sweep):
         self.add_columns(block.block, dlogits, start, stop, first=False, last=False)
 
 
+def refuse_double_backward(*_: Any) -> None:
+    raise RuntimeError("linear_policy_loss cannot be differentiated twice; amir_kernels.reference can")
+
+
 class FormedLoss(torch.autograd.Function):
     """A loss whose gradients to `leaves` are known already; one backward scales and hands them over."""
 
@@ -177,7 +181,7 @@ class FormedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: what is handed over would count as constant
-            raise RuntimeError("linear_policy_loss cannot be differentiated twice; amir_kernels.reference can")
+            refuse_double_backward()
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_policy_loss formed its gradients in the forward and has handed them over already"

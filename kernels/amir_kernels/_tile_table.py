@@ -51,7 +51,7 @@ TABLE = {
     ("other", "rich", "pointers"): Config(128, 128, 32, 8, 4),
     # Float32 products run on the ordinary units, three programs at once. Squarer tiles spill.
     ("other", "float32", "pointers"): Config(64, 32, 32, 4, 3, programs=3),
-    # There the compiler aims at four programs, and the taller tile spills.
+    # On sm_80 the compiler aims at four programs, and the taller tile spills.
     ("sm_80", "float32", "pointers"): Config(32, 64, 32, 4, 3, programs=3),
     # gfx942 has float32 matrix instructions.
     ("gfx942", "float32", "pointers"): Config(64, 64, 32, 4, 3),

@@ -24,7 +24,7 @@ from torch import Tensor
 from ._checks import check_choice, check_devices, check_float, check_int64, check_shape
 from ._layout import compute_dtype, token_layout
 from ._linear_backward import Wanted
-from ._linear_formed import FormedLoss, FormedSweep, default_room
+from ._linear_formed import FormedLoss, FormedSweep, default_room, refuse_double_backward
 from ._linear_head import Head, Ranges, RowBlock, Rows, add_product, exact_products, gather_rows
 from ._linear_torch import RowStats, SlopeStats, Tiles, fold_slope, owners
 from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
@@ -132,12 +132,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     return grad_hidden, *[None] * (len(Call._fields) - 1)
 
 
-def _refuse_double_backward(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("linear_policy_loss cannot be differentiated twice; amir_kernels.reference can")
-
-
 _logprob_slope.register_autograd(_differentiate, setup_context=_save)
-_scale_slope.register_autograd(_refuse_double_backward)
+_scale_slope.register_autograd(refuse_double_backward)
 
 
 # ---- the public function -------------------------------------------------------------------------------------------
