@@ -1,4 +1,4 @@
-"""The `amir` command: train a run, list the shipped ones, say what this machine can do."""
+"""The `amir` command: trains a run, lists the shipped recipes, checks what this machine can run."""
 
 import importlib.metadata
 import os
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .config import ConfigError, RunConfig, RunLost, RunStopped, config_yaml, load_config, recipe_names
+from .config import RunConfig
+from .config_reader import config_yaml, load_config, recipe_names
+from .errors import ConfigError, RunDirectoryLost, RunStopped
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .distributed import Ranks
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -22,13 +24,13 @@ FAILED, WRONG_USAGE = 1, 2
 _FIRST_RANK = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
 
 
-def _way_on(path: Path | None) -> str:
-    """What to do after a run in `path` ended early; ranks that are not the first do not know."""
+def _how_to_continue(path: Path | None) -> str:
+    """What to do after a run in `path` ended early; ranks that are not the first have no path."""
     if path is None:
         return ""
     if (path / "config.yaml").exists():
-        return "; what was written before is kept: the same command with --resume goes on from the latest checkpoint"
-    return "; the run had not begun: the same command starts it"
+        return "; its records are kept: the same command with --resume continues from the latest checkpoint"
+    return "; the run had not started: the same command starts it"
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,11 +49,13 @@ def _options(
 @app.command()
 def train(
     run: Annotated[str, typer.Argument(help="a YAML file or the name of a shipped recipe")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue from the latest checkpoint")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and stop")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; may be repeated")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run from its latest checkpoint")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and exit")] = False,
 ) -> None:
-    """Trains a run; every setting is checked before anything is loaded."""
+    """Trains a run. Every setting is checked before anything is loaded."""
     config = load_config(run, set_) if _FIRST_RANK else None
     if dry_run and config:
         typer.echo(config_yaml(config), nl=False)
@@ -62,19 +66,19 @@ def train(
         _train(path, config, resume=resume)
     except KeyboardInterrupt:
         if _FIRST_RANK:
-            typer.echo(f"amir: interrupted{_way_on(path)}", err=True)
+            typer.echo(f"amir: interrupted{_how_to_continue(path)}", err=True)
         raise typer.Exit(FAILED) from None
-    except RunLost as error:
+    except RunDirectoryLost as error:
         typer.echo(f"amir: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except (OSError, RunStopped) as error:
-        typer.echo(f"amir: {error}{_way_on(path)}", err=True)
+        typer.echo(f"amir: {error}{_how_to_continue(path)}", err=True)
         raise typer.Exit(FAILED) from None
 
 
 @app.command()
 def recipes() -> None:
-    """Lists the shipped runs."""
+    """Lists the shipped recipes."""
     for name in recipe_names():
         config = load_config(name)
         typer.echo(f"{name:16s} {config.model}, {config.task.name}, {config.loss_type}, {config.max_steps} steps")
@@ -82,7 +86,7 @@ def recipes() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Says what this machine can run and what is missing."""
+    """Checks what this machine can run and which packages are missing."""
     from .doctor import findings
 
     for line in findings():
@@ -90,7 +94,7 @@ def doctor() -> None:
 
 
 def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
-    from .rundir import check_run_directory, choose_output_dir
+    from .run.directory import check_run_directory, choose_output_dir
 
     path = choose_output_dir(Path(run).stem, config, resume=resume)
     check_run_directory(path, config, resume=resume)
@@ -100,10 +104,10 @@ def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
 
 
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
-    """Trains; ranks that are not the first get config and folder from it."""
+    """Trains; the other ranks get configuration and folder from the first."""
     from transformers.utils import logging
 
-    from .ranks import joined_ranks
+    from .distributed import joined_ranks
 
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
     logging.disable_progress_bar()
@@ -115,31 +119,35 @@ def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None
 def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) -> None:
     import torch
 
-    from .display import Silence, Terminal, draw_curves
-    from .load import load_policy
-    from .rundir import ForeignDirectory, RunDirectory
-    from .tasks import TASKS
+    from .policy.load import load_policy
+    from .run.directory import ReadOnlyRunDirectory, RunDirectory
+    from .run.display import NullDisplay, Terminal, draw_curves
+    from .tasks import load_task
     from .trainer import Trainer
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    task = ranks.together(lambda: TASKS[config.task.name](config.task))
+    with ranks.raise_on_all_ranks():
+        task = load_task(config.task)
     policy = load_policy(config, ranks)
-    directory = ranks.together(
-        lambda: RunDirectory(path, config, resume=resume) if ranks.first else ForeignDirectory(path)
-    )
-    display = Terminal(config.max_steps, path / "tensorboard", directory.log) if ranks.first else Silence()
+    with ranks.raise_on_all_ranks():
+        directory = RunDirectory(path, config, resume=resume) if ranks.first else ReadOnlyRunDirectory(path)
+    display = Terminal(config.max_steps, path / "tensorboard", directory.log) if ranks.first else NullDisplay()
     with directory, display:
-        trainer = ranks.together(lambda: Trainer(config, policy, task, directory, display))
+        with ranks.raise_on_all_ranks():
+            trainer = Trainer(config, policy, task, directory, display)
         if resume:
-            ranks.together(trainer.resume)
+            with ranks.raise_on_all_ranks():
+                trainer.resume()
         trainer.train()
     if not ranks.first:
         return
     try:
         typer.echo(f"curves: {draw_curves(path)}")
     except OSError as error:
-        typer.echo(f"curves.png cannot be written ({error.strerror or error}); metrics.jsonl has every step")
+        typer.echo(
+            f"curves.png cannot be written ({error.strerror or error}); metrics.jsonl has the values of every step"
+        )
     typer.echo(f"trained {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
     typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")

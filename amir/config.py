@@ -4,15 +4,14 @@ Keys keep the names that users of TRL's GRPOConfig and of the paper's code look 
 AMIR-GRPO (arXiv 2601.03661) or its released code.
 """
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator
-from importlib import resources
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .errors import nearest
 
 # Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
 LOSS_TYPES = {
@@ -59,22 +58,6 @@ SYSTEM_PROMPTS = {
     ),
 }
 """Texts that `system_prompt` may name: those the format rewards and the calibrated confidence are made for."""
-
-
-class ConfigError(ValueError):
-    """A run that cannot be: names the key, the value, what was expected and, for an unknown key, the nearest one."""
-
-
-class RunStopped(RuntimeError):
-    """A run that cannot go on: says why. `--resume` goes on from the latest checkpoint."""
-
-
-class RunLost(RunStopped):
-    """A run whose folder was deleted or moved under it."""
-
-
-DIVERGED = "expected a smaller learning_rate or max_grad_norm, or dtype 'float32', in a run of its own"
-"""What to do about weights or gradients that are NaN or infinite."""
 
 
 class Settings(BaseModel):
@@ -186,7 +169,7 @@ class RewardSettings(Settings):
         if (self.name is None) == (self.function is None):
             raise ValueError("expected either name (a shipped reward) or function (one of yours)")
         if self.name is not None and self.name not in REWARDS:
-            raise ValueError(f"name {self.name!r}: expected one of {', '.join(REWARDS)}{_nearest(self.name, REWARDS)}")
+            raise ValueError(f"name {self.name!r}: expected one of {', '.join(REWARDS)}{nearest(self.name, REWARDS)}")
         if self.function is not None and not re.fullmatch(r".+:[A-Za-z_][\w.]*", self.function):
             raise ValueError(f"function {self.function!r}: expected module:function or file.py:function")
         if self.name is not None and self.conversational:
@@ -312,6 +295,7 @@ class RunConfig(Settings):
     loss_type: str = "grpo"
     epsilon: NonNegative | None = None
     epsilon_high: NonNegative | None = None
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"  # of a group's rewards; leave_one_out is RLOO's
     scale_rewards: Literal["group", "batch", "bernoulli", "none"] = "group"
     beta: NonNegative = 0.0
     entropy_coef: NonNegative = 0.0
@@ -358,7 +342,7 @@ class RunConfig(Settings):
 
 def _refusals(c: RunConfig) -> Iterator[str]:
     if c.loss_type not in LOSS_TYPES:
-        near = _nearest(c.loss_type, LOSS_TYPES)
+        near = nearest(c.loss_type, LOSS_TYPES)
         yield f"loss_type = {c.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}{near}"
     if c.top_p != 1.0 or c.top_k != 0:
         key, value = ("top_p", c.top_p) if c.top_p != 1.0 else ("top_k", c.top_k)
@@ -377,10 +361,10 @@ def _refusals(c: RunConfig) -> Iterator[str]:
         yield "rewards: every weight is 0, so nothing would be trained; expected another weight for one of them"
     if isinstance(c.task, DatasetTask) and c.task.answer is None and NEED_ANSWERS & set(labels):
         yield f"task.answer unset: {min(NEED_ANSWERS & set(labels))} judges answers; name their column"
-    if c.combine_rewards == "normalize_then_sum" and (c.scale_rewards != "group" or c.loss_type == "reinforce"):
+    if c.combine_rewards == "normalize_then_sum" and (c.scale_rewards, c.baseline) != ("group", "mean"):
         yield (
             "combine_rewards = 'normalize_then_sum': it normalizes by the group's mean and deviation; expected "
-            "scale_rewards = 'group' and a loss_type other than 'reinforce'"
+            f"scale_rewards = 'group' and baseline = 'mean', got {c.scale_rewards!r} and {c.baseline!r}"
         )
     if c.min_prompt_length > c.max_prompt_length:
         yield f"min_prompt_length = {c.min_prompt_length}: expected at most max_prompt_length = {c.max_prompt_length}"
@@ -406,13 +390,18 @@ def _memory_refusals(c: RunConfig) -> Iterator[str]:
         yield "offload_activations: it moves what checkpointing keeps; expected gradient_checkpointing: true beside it"
     if c.attn_implementation == "flash_attention_2" and c.dtype == "float32":
         yield "attn_implementation = 'flash_attention_2': computes in 16 bits only; expected dtype 'bfloat16' or 'auto'"
-    on_gpu = {
+    for setting in gpu_only_settings(c) if c.device == "cpu" else ():
+        yield f"{setting}: needs a GPU, and device = 'cpu'; leave the setting out, or set device: cuda"
+
+
+def gpu_only_settings(c: RunConfig) -> list[str]:
+    """The settings of a run that work on a GPU only."""
+    needs_gpu = {
         "attn_implementation = 'flash_attention_2'": c.attn_implementation == "flash_attention_2",
         "liger_layers": c.liger_layers,
         "offload_activations": c.offload_activations,
     }
-    for option in (option for option, wanted in on_gpu.items() if wanted and c.device == "cpu"):
-        yield f"{option}: is for GPUs only, and device = 'cpu'"
+    return [setting for setting, chosen in needs_gpu.items() if chosen]
 
 
 def _sampling_refusals(c: RunConfig) -> Iterator[str]:
@@ -433,119 +422,3 @@ def _sampling_refusals(c: RunConfig) -> Iterator[str]:
     labels = [reward.label for reward in c.rewards]
     if c.dynamic_sampling and c.dynamic_sampling.by not in (None, *labels):
         yield f"dynamic_sampling.by = {c.dynamic_sampling.by!r}: expected one of the run's rewards {', '.join(labels)}"
-
-
-def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(f.name.removesuffix(".yaml") for f in resources.files("amir.recipes").iterdir() if ".yaml" in f.name)
-
-
-def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
-    """Reads a YAML file or a shipped recipe, applies `key=value` overrides (values are YAML), validates.
-
-    Raises ConfigError with one line for each thing that is wrong.
-    """
-    fields = _read(run)
-    for override in overrides or []:
-        _override(fields, override)
-    try:
-        return RunConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
-
-
-def config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, in the order of its definition; reading it back gives the same config."""
-    return yaml.safe_dump(config.model_dump(exclude_unset=False, mode="json"), sort_keys=False)
-
-
-def _read(run: str) -> dict[str, Any]:
-    path = Path(run)
-    if run in recipe_names():
-        text = (resources.files("amir.recipes") / f"{run}.yaml").read_text()
-    elif path.suffix.lower() in (".yaml", ".yml") and path.is_file():
-        text = read_utf8(path)
-    else:
-        near = _nearest(run, recipe_names())
-        raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
-    fields = _parse_yaml(text, run)
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{run}: expected keys and values, got {type(fields).__name__}")
-    return fields
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML whose mappings hold each key once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _parse_yaml(text: str, name: str) -> Any:
-    """The value that YAML text describes; impossible dates and numbers raise ValueError in PyYAML."""
-    try:
-        return yaml.load(text, Loader=_UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def read_utf8(path: Path) -> str:
-    """A file's text, a byte order mark left out; ConfigError where it cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _override(fields: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {override!r}: expected key=value")
-    *parents, leaf = key.strip().split(".")
-    for parent in parents:
-        fields = fields.setdefault(parent, {})
-        if not isinstance(fields, dict):
-            raise ConfigError(f"--set {override!r}: {parent} holds a value, not keys")
-    fields[leaf] = _parse_yaml(value, f"--set {override}")
-
-
-_UNION_TAG = re.compile(r"arithmetic$|gsm8k$|dataset$|generate$|paged$|server$|str$|constrained|list\[")
-"""Parts of an error's place that name a member of a union rather than a key."""
-
-
-def _explain(error: Any) -> str:
-    location = [str(part) for part in error["loc"] if not _UNION_TAG.match(str(part))]
-    key, value = ".".join(location), error["input"]
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r} (value {value!r}){_nearest(key, [k for k in _known_keys() if k != key])}"
-    if error["type"] == "missing":
-        return f"{key}: missing; it has no default"
-    if error["type"] == "value_error" and not key:
-        return str(error["ctx"]["error"])
-    return f"{key} = {value!r}: {error['msg'].replace('Input should be', 'expected').replace('Value error, ', '')}"
-
-
-def _known_keys() -> list[str]:
-    lora = [f"lora.{key}" for key in LoraSettings.model_fields]
-    tasks = ArithmeticTask.model_fields | Gsm8kTask.model_fields | DatasetTask.model_fields
-    rewards = [f"rewards.{key}" for key in RewardSettings.model_fields]
-    samplers = PagedSampling.model_fields | ServerSampling.model_fields
-    nested = {
-        "sampler": samplers,
-        "correction": CorrectionSettings.model_fields,
-        "dynamic_sampling": DynamicSamplingSettings.model_fields,
-    }
-    sampling = [f"{parent}.{key}" for parent, keys in nested.items() for key in keys]
-    return [*RunConfig.model_fields, *lora, *(f"task.{key}" for key in tasks), *rewards, *sampling]
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; nearest: {close[0]!r}" if close else ""

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator
 
-from .config import ConfigError
+from .errors import ConfigError
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash-attn", "liger-kernel", "bitsandbytes", "trl")
 SERVES = {
@@ -36,7 +36,7 @@ def findings() -> Iterator[str]:
 
 
 def _packaged_model() -> str:
-    from .smollm2 import MODEL_NAME, packaged_gguf
+    from .policy.smollm2 import MODEL_NAME, packaged_gguf
 
     try:
         return f"model {MODEL_NAME}: {packaged_gguf().name}"

@@ -4,45 +4,31 @@ What this GRPO leaves out: no value model, no reward model, no extra pass for ol
 detached, until a batch is reused), no training forward for completions whose gradient is exactly zero.
 """
 
-import math
 import random
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from .batch import Batch, make_batch, weighted_sum
-from .checkpoint import data_position, latest_checkpoint, load_checkpoint, save_checkpoint, save_result
-from .config import ConfigError, RunConfig
-from .correction import LARGE_MISMATCH
-from .dynamic import Groups
-from .loss import TokenBudget, backward, objective_of, with_reference
-from .metrics import Clock, batch_sums, evaluation_metrics, step_metrics
-from .model import Policy
-from .optim import apply_update, make_optimizer
-from .prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
-from .ranks import on_cpu
+from .config import RunConfig
+from .errors import ConfigError
+from .policy.checkpoint import data_position, latest_checkpoint, load_checkpoint, save_checkpoint, save_result
+from .policy.policy import Policy
 from .rewards import Rewards
-from .rollout import Rollout, Sampler, joined, make_sampler
-from .rundir import RunDirectory
+from .rollout.collector import Collector, completion_records
+from .rollout.dynamic_sampling import Groups
+from .rollout.rollout import Rollout, Sampler
+from .rollout.samplers import make_sampler
+from .run.directory import RunDirectory
+from .run.display import Display, NullDisplay
+from .run.health import Health
+from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .tasks import Example, Task
-
-NO_PAIR_STEPS = 20
-"""A run whose groups have all agreed so far, or whose pair term has formed no pair, says so after this many steps."""
-
-
-class Display(Protocol):
-    """Where progress is shown."""
-
-    def begin(self, finished_steps: int) -> None:
-        """Says how many steps earlier processes have finished."""
-
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Shows one step's metrics."""
-
-    def say(self, text: str) -> None:
-        """Shows a line."""
+from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
+from .update.batch import Batch, make_batch
+from .update.gradient import backward, objective_of, reference_logprobs
+from .update.micro_batches import TokenBudget
+from .update.optimizer import apply_update, make_optimizer
 
 
 @dataclass
@@ -53,7 +39,7 @@ class Trainer:
     policy: Policy
     task: Task
     directory: RunDirectory
-    display: Display
+    display: Display = field(default_factory=NullDisplay)
     sampler: Sampler | None = None
     """by default the one that the configuration names"""
 
@@ -62,62 +48,57 @@ class Trainer:
         self.objective = objective_of(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget.of(self.config, self.policy, self.say)
+        self.budget = TokenBudget.of(self.config, self.policy, say=self.say, show_progress=self.display.progress)
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:
             self.say(note)
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
-        if not self.prompts:
-            raise ConfigError("no training prompt is left: the task is empty or max_prompt_length too small")
-        if self.config.eval_prompts and not self.held_out:
-            raise ConfigError(f"eval_prompts = {self.config.eval_prompts}: the task holds no example out; expected 0")
+        self._refuse_missing_prompts()
         columns = dict.fromkeys(name for example in self.task.train for name in example.columns)
         self.rewards = Rewards(self.config.rewards, list(columns))
-        self._sampler = self.sampler or make_sampler(
-            self.config, self.policy, self.directory.path / "server-adapters", self.say
-        )
+        adapters = self.directory.path / "server-adapters"
+        sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.say)
+        self.collector = Collector(self.config, self.policy, sampler, self.rewards, self.say)
         self.finished_steps = 0
         self.data_position = 0
-        self.warned_of_mismatch = False
-        self.pairs_seen = 0
-        self.groups_disagreed = False
+        self.health = Health(self.config)
 
     def resume(self) -> None:
         """Goes back to the latest whole checkpoint, or to the start where there is none."""
-        found = latest_checkpoint(self.directory.checkpoints)
-        if found:
-            self.finished_steps = load_checkpoint(found, self.policy.model, self.optimizer, self.named)
-            self.data_position = data_position(found)
-        rows = self.directory.rewind(self.finished_steps)
-        self.pairs_seen = sum(row.get("pairs", 0) for row in rows)
-        self.groups_disagreed = any(row.get("zero_variance_share", 0.0) < 1 for row in rows)
-        self.say(f"resumed after step {self.finished_steps}" if found else "no checkpoint yet: starting from step 1")
+        checkpoint = latest_checkpoint(self.directory.checkpoints)
+        if checkpoint:
+            self.finished_steps = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.named)
+            self.data_position = data_position(checkpoint)
+        for metrics in self.directory.rewind(self.finished_steps):
+            self.health.take(metrics)
+        self.say(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
 
     def train(self) -> None:
         """Runs to `max_steps`; evaluates before, every `eval_steps` and after; saves every `save_steps` and last."""
         c = self.config
-        self.directory.start()
-        self.display.begin(self.finished_steps)
-        if self.policy.why_unpacked:
-            self.say(f"training in plain rows, each completion behind its own prompt: {self.policy.why_unpacked}")
-        if self.finished_steps >= c.max_steps:
-            self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {c.max_steps}")
+        self._begin()
         with self.rewards:
             if self.finished_steps == 0:
                 self._evaluate(0)
             for step in range(self.finished_steps + 1, c.max_steps + 1):
                 clock = Clock()
                 groups = self._collect(step, clock)
-                batch = self.ranks.together(partial(self._batch, groups))
-                batch = with_reference(self.policy, batch, c, self.budget)
+                with self.ranks.raise_on_all_ranks():
+                    batch = self._batch(groups)
+                self.display.phase("reference log-probs")
+                batch = replace(batch, ref_logprobs=reference_logprobs(self.policy, batch, c, self.budget))
                 clock.lap("reference")
 
-                apart = c.term_gradient_steps > 0 and step % c.term_gradient_steps == 0
+                self.display.phase("training pass")
+                measure = c.term_gradient_steps > 0 and step % c.term_gradient_steps == 0
                 for _ in range(c.num_iterations):
-                    batch, sums = backward(self.policy, batch, self.objective, c, self.budget, terms_apart=apart)
-                    grad_norm = self.ranks.together(partial(apply_update, self.optimizer, c, step))
+                    sums, logprobs = backward(self.policy, batch, self.objective, c, self.budget, measure_terms=measure)
+                    if batch.old_logprobs is None:
+                        batch = replace(batch, old_logprobs=logprobs)
+                    with self.ranks.raise_on_all_ranks():
+                        grad_norm = apply_update(self.optimizer, c, step)
                 clock.lap("update")
 
                 sums.update(batch_sums(batch, c))
@@ -132,7 +113,7 @@ class Trainer:
 
     @property
     def result(self) -> str:
-        """Name of the folder that the run leaves what it trained in."""
+        """Name of the folder that holds the trained weights at the end."""
         return "model" if self.config.lora is None else "adapter"
 
     def say(self, text: str) -> None:
@@ -140,48 +121,70 @@ class Trainer:
         self.directory.log(text)
         self.display.say(text)
 
+    def _begin(self) -> None:
+        self.directory.start()
+        self.display.begin(self.finished_steps)
+        if self.policy.why_unpacked:
+            self.say(
+                "training without packing, each completion with its own copy of the prompt, since "
+                f"{self.policy.why_unpacked}"
+            )
+        if self.finished_steps >= self.config.max_steps:
+            self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {self.config.max_steps}")
+
+    def _collect(self, step: int, clock: Clock) -> Groups:
+        """The step's groups, from one round of sampling or from those that dynamic sampling needs; all are on disk."""
+        c, groups, records = self.config, Groups(self.config), []
+        while count := groups.missing:
+            stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
+            prompts = self._next_prompts(count)
+            rollout, scores = self._sample_and_reward(prompts, c.num_generations, stream, clock)
+            kept = groups.add(rollout, scores)
+            for row, record in enumerate(completion_records(prompts, rollout, scores, c)):
+                records.append(record | {"trained": kept[row // c.num_generations]})
+            self.directory.record_completions("step", step, records)
+        return groups
+
+    def _sample_and_reward(
+        self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock
+    ) -> tuple[Rollout, Tensor]:
+        self.display.phase(f"sampling {len(prompts)} x {group_size} completions")
+        rollout = self.collector.sample(prompts, group_size, stream)
+        clock.lap("rollout")
+        self.display.phase(f"rewarding {len(prompts)} x {group_size} completions")
+        rewarded = self.collector.reward(prompts, rollout)
+        clock.lap("reward")
+        return rewarded
+
+    def _batch(self, groups: Groups) -> Batch:
+        rollout, scores = groups.chosen()
+        return make_batch(rollout, scores, self.config, pad_id=self.policy.pad_id, device=self.policy.device)
+
     def _evaluate(self, step: int) -> None:
         """Samples `eval_samples` completions of the first `eval_prompts` held-out examples; changes no state."""
         c = self.config
-        rows: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for first in range(0, len(self.held_out), c.prompts_per_step):
-            examples = self.held_out[first : first + c.prompts_per_step]
-            rollout, scores = self._sample_and_reward(examples, c.eval_samples, -1 - first)
-            rows += completion_rows(examples, rollout, scores, c)
-            self.directory.record_completions("eval", step, rows)
-        if rows:
-            summary = evaluation_metrics(step, rows, c.eval_samples)
+            prompts = self.held_out[first : first + c.prompts_per_step]
+            rollout, scores = self._sample_and_reward(prompts, c.eval_samples, -1 - first, Clock())
+            records += completion_records(prompts, rollout, scores, c)
+            self.directory.record_completions("eval", step, records)
+        if records:
+            summary = evaluation_metrics(step, records, c.eval_samples)
             self.directory.record("evaluations", summary)
             name = "reward" if summary["success"] is None else "success"
             shown = "unscored" if summary[name] is None else format(summary[name], ".3f")
-            self.say(f"held-out {name} after step {step}: {shown} ({len(rows)} samples)")
+            self.say(f"held-out {name} after step {step}: {shown} ({len(records)} samples)")
 
     def _save(self, step: int) -> None:
         position, model = self.data_position, self.policy.model
         save_checkpoint(self.directory.checkpoints, step, position, model, self.optimizer, self.named, self.ranks)
 
-    def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
-        vocabulary = self.policy.vocabulary_size
-        return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
-
-    def _collect(self, step: int, clock: Clock) -> Groups:
-        """The step's groups, in one round of sampling or in those that dynamic sampling asks for; all are on disk."""
-        c, groups, rows = self.config, Groups(self.config), []
-        while count := groups.missing:
-            stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
-            prompts = self._next_prompts(count)
-            rollout, scores = self._sample_and_reward(prompts, c.num_generations, stream, clock)
-            kept = groups.add(rollout, scores).repeat_interleave(c.num_generations).tolist()
-            made = completion_rows(prompts, rollout, scores, c)
-            rows += [row | {"trained": keep} for row, keep in zip(made, kept, strict=True)]
-            self.directory.record_completions("step", step, rows)
-        return groups
-
-    def _batch(self, groups: Groups) -> Batch:
-        """The groups to train on as a batch, with the sampler's log-probs."""
-        rollout, scores = groups.chosen(self.policy)
-        batch = make_batch(rollout.tokens, scores.to(self.policy.device), rollout.truncated, self.config)
-        return replace(batch, sampled_logprobs=rollout.logprobs)
+    def _report(self, metrics: dict[str, Any]) -> None:
+        self.directory.record("metrics", metrics)
+        self.display.step(metrics)
+        for warning in self.health.warnings(metrics):
+            self.say(warning)
 
     def _next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts, which count as consumed: each epoch is its own permutation of the training prompts."""
@@ -191,100 +194,20 @@ class Trainer:
         orders = {epoch: _permutation(size, self.config.seed, epoch) for epoch in {place // size for place in places}}
         return [self.prompts[orders[place // size][place % size]] for place in places]
 
-    def _sample_and_reward(
-        self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock | None = None
-    ) -> tuple[Rollout, torch.Tensor]:
-        """Completions of the prompts and their scores `[B, F]`: each rank makes those of its share, and gets all."""
-        clock = clock or Clock()
-        part = self.ranks.together(partial(self._own_part, prompts, group_size, stream, clock))
-        parts = [part] if self.ranks.size == 1 else self.ranks.gather(on_cpu(part))
-        rollouts, scores, notes = zip(*[given for given in parts if given is not None], strict=True)
-        everything = [torch.ones(len(rollout.tokens.prompt_ids), dtype=torch.bool) for rollout in rollouts]
-        rollout = rollouts[0] if self.ranks.size == 1 else joined(self.policy, list(rollouts), everything)
-        for note in [note for given in notes for note in given]:
-            self.say(note)
-        clock.lap("reward")
-        return rollout, torch.cat(scores)
+    def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
+        vocabulary = self.policy.vocabulary_size
+        return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
 
-    def _own_part(
-        self, prompts: list[Prompt], group_size: int, stream: int | str, clock: Clock
-    ) -> tuple[Rollout, torch.Tensor, list[str]] | None:
-        """This rank's completions, their scores and what to say of them; None where it has no share of the prompts."""
-        mine = list(self.ranks.share(prompts))
-        if self.config.sampler.name == "server":  # one rank talks to it for all
-            mine = prompts if self.ranks.first else []
-        if mine or self.policy.sharded:  # a rank without a share samples along, since its part of the weights is needed
-            rollout = self._sample(mine or prompts[:1], group_size, self.ranks.name(stream))
-        clock.lap("rollout")
-        return (rollout, *self._reward(rollout, mine, group_size)) if mine else None
-
-    def _sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout:
-        seed = derived_seed(self.config.seed, stream)
-        ids = [prompt.ids for prompt in prompts]
-        return self._sampler.sample(ids, group_size, self.config.max_completion_length, seed)
-
-    def _reward(self, rollout: Rollout, prompts: list[Prompt], group_size: int) -> tuple[torch.Tensor, list[str]]:
-        """What each function gives each completion, float32 `[B, F]`, NaN where nothing; and what to say of it."""
-        examples = [prompt.example for prompt in prompts for _ in range(group_size)]
-        tokens = rollout.tokens
-        ids = [row[keep].tolist() for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]
-        scores = self.rewards(examples, rollout.texts, ids)
-        values = torch.tensor(scores.values).T.contiguous()
-        if rollout.unusable is not None:
-            values = values.masked_fill(rollout.unusable.cpu()[:, None], math.nan)
-        return values, scores.notes
-
-    def _report(self, metrics: dict[str, Any]) -> None:
-        self.directory.record("metrics", metrics)
-        self.display.step(metrics)
-        self.pairs_seen += metrics["pairs"]
-        self.groups_disagreed |= metrics["zero_variance_share"] < 1
-        if (metrics["mismatch"] or 0.0) > LARGE_MISMATCH and not self.warned_of_mismatch:
-            self.warned_of_mismatch = True
-            self.say(
-                f"warning: the sampler's log-probs are {metrics['mismatch']:.3f} nats a token from the trainer's: "
-                "compare the two's dtype, temperature and adapter; `correction` weighs the difference within its bounds"
+    def _refuse_missing_prompts(self) -> None:
+        if not self.prompts:
+            raise ConfigError(
+                f"no training prompt is left of {len(self.task.train)} examples; expected a task with examples and "
+                f"max_prompt_length (now {self.config.max_prompt_length}) above their length"
             )
-        if metrics["step"] == NO_PAIR_STEPS and not self.groups_disagreed:
-            self.say(
-                f"warning: in {NO_PAIR_STEPS} steps the rewards of no group differed, or there were none: nothing was "
-                "learnt from them; look at completions/ for what is rewarded"
+        if self.config.eval_prompts and not self.held_out:
+            raise ConfigError(
+                f"eval_prompts = {self.config.eval_prompts}: the task has no held-out examples; set eval_prompts: 0"
             )
-        if self.config.lambda_reg > 0 and metrics["step"] == NO_PAIR_STEPS and self.pairs_seen == 0:
-            self.say(
-                f"warning: lambda_reg = {self.config.lambda_reg} but no pair was formed in {NO_PAIR_STEPS} steps: all "
-                "rewards of each group lie within reward_margin, so the pair term trains nothing"
-            )
-
-
-def completion_rows(
-    prompts: list[Prompt], rollout: Rollout, scores: torch.Tensor, config: RunConfig
-) -> list[dict[str, Any]]:
-    """What is kept of each completion; the prompts' completions stand side by side. `scores` `[B, F]`."""
-    size = len(rollout.texts) // len(prompts)
-    lengths = rollout.tokens.completion_mask.sum(1).tolist()
-    names = [reward.label for reward in config.rewards]
-    rewards = weighted_sum(scores, [reward.weight for reward in config.rewards])
-    return [
-        {
-            "question": prompts[row // size].example.question,
-            "answer": prompts[row // size].example.answer,
-            "completion": text,
-            "reward": float(rewards[row]),
-            "rewards": {
-                name: None if math.isnan(value) else value
-                for name, value in zip(names, scores[row].tolist(), strict=True)
-            },
-            "tokens": lengths[row],
-            "truncated": bool(rollout.truncated[row]),
-        }
-        for row, text in enumerate(rollout.texts)
-    ]
-
-
-def derived_seed(seed: int, stream: int | str) -> int:
-    """A seed of its own for each stream of a run (a step, an evaluation), so that resuming needs no sampler state."""
-    return random.Random(f"{seed}/{stream}").getrandbits(63)
 
 
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:

@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import amir.attention
-import amir.load
-import amir.model
-import amir.packing
-from amir.batch import Batch, Tokens, make_batch
 from amir.config import RunConfig
-from amir.load import wrap_policy
-from amir.loss import backward, objective_of, with_reference
-from amir.model import Policy
-from amir.optim import make_optimizer, update
-from amir_kernels import workspace_of
+from amir.policy import memory, packed_attention, packing
+from amir.policy import policy as policy_module
+from amir.policy.load import wrap_policy
+from amir.policy.policy import Policy
+from amir.tokens import Tokens
+from amir.update.batch import Batch, assemble
+from amir.update.gradient import backward, objective_of, reference_logprobs
+from amir.update.micro_batches import TokenBudget
+from amir.update.optimizer import make_optimizer, update
+from amir_kernels import LogprobEntropy, workspace_of
 from machine import birth_certificate
 from rows import keep
 
@@ -188,14 +188,21 @@ class OnMeta(Policy):
             return super()._logprobs(tokens)
         hidden, target = self._hidden_and_target(tokens)
         logits = F.linear(hidden, self.support.weight).to(self.full_logits) / self.temperature
-        picked = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
-        return ToHost.apply(picked.float(), tokens.completion_mask)
+        logprob = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+        return ToHost.apply(logprob.float(), tokens.completion_mask)
+
+    def _logprobs_entropy(self, tokens: Tokens) -> LogprobEntropy:
+        """With full logits the entropy is not computed: it would cost that contender more memory."""
+        if self.full_logits is None:
+            return super()._logprobs_entropy(tokens)
+        logprob = self._logprobs(tokens)
+        return LogprobEntropy(logprob, torch.zeros_like(logprob), torch.zeros_like(logprob))
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
     """The places where the step crosses between host and device, and the attention that a GPU would run."""
-    pack = amir.packing.pack
+    pack = packing.pack
 
     def packed(tokens: Tokens) -> Any:
         row = pack(tokens)
@@ -205,11 +212,11 @@ def on_meta() -> Iterator[None]:
         return lambda q, k, v, *_: Flash.apply(q, k, v)
 
     with (
-        patch.object(amir.packing, "pack", packed),
-        patch.object(amir.load, "_to_cpu", lambda tensor: (tensor.shape, tensor.dtype)),
-        patch.object(amir.load, "_from_cpu", lambda held: torch.empty(held[0], dtype=held[1], device=META)),
-        patch.object(amir.attention, "varlen_kernel", flash),
-        patch.object(amir.model, "_padded", lambda values, tokens: ToHost.apply(values, tokens.completion_mask)),
+        patch.object(packing, "pack", packed),
+        patch.object(memory, "_to_cpu", lambda tensor: (tensor.shape, tensor.dtype)),
+        patch.object(memory, "_from_cpu", lambda held: torch.empty(held[0], dtype=held[1], device=META)),
+        patch.object(packed_attention, "varlen_kernel", flash),
+        patch.object(policy_module, "_padded", lambda values, tokens: ToHost.apply(values, tokens.completion_mask)),
     ):
         yield
 
@@ -291,8 +298,10 @@ def count(setting: Setting) -> Memory:
         optimizer = make_optimizer(config, policy.trainable())
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on a GPU
-        batch = with_reference(policy, make_one_batch(setting, config), config)
-        backward(policy, batch, objective_of(config), config)
+        budget = TokenBudget.of(config, policy)
+        batch = make_one_batch(setting, config)
+        batch = replace(batch, ref_logprobs=reference_logprobs(policy, batch, config, budget))
+        backward(policy, batch, objective_of(config), config, budget)
         update(optimizer, optimizer.param_groups[0]["params"])
         trained = live.now - weights
     return Memory(weights, trained, live.peak)
@@ -321,8 +330,8 @@ def make_one_batch(setting: Setting, config: RunConfig) -> Batch:
         torch.zeros(shape, dtype=torch.int64),
         torch.ones(shape, dtype=torch.bool),
     )
-    rewards = torch.arange(setting.rows).remainder(2).float()
-    return make_batch(tokens, rewards, torch.zeros(setting.rows, dtype=torch.bool), config)
+    scores = torch.arange(setting.rows).remainder(2).float()[:, None]
+    return assemble(tokens, scores, torch.zeros(setting.rows, dtype=torch.bool), config)
 
 
 # ---- what is counted -----------------------------------------------------------------------------------------------

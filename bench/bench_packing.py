@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from amir.batch import Tokens
 from amir.config import RunConfig
-from amir.load import load_policy
-from amir.model import Policy
-from amir.smollm2 import MODEL_NAME
+from amir.policy.load import load_policy
+from amir.policy.policy import Policy
+from amir.policy.smollm2 import MODEL_NAME
+from amir.tokens import Tokens
 from machine import birth_certificate
 from meter import measure
 from rows import keep, timing

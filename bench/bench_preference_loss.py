@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amir.smollm2 import smollm2_folder
+from amir.policy.smollm2 import smollm2_folder
 from amir_kernels import linear_logprob, policy_loss, preference_loss, sequence_logprob, supports
 from machine import birth_certificate
 from rows import keep, timing

@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 
 from amir.config import ArithmeticTask, Gsm8kTask, LoraSettings, RunConfig
+from amir.policy.smollm2 import MODEL_NAME, smollm2_folder
 from amir.rewards import Correctness
-from amir.smollm2 import MODEL_NAME, smollm2_folder
 from amir.tasks import Example, arithmetic, gsm8k
 from machine import birth_certificate
 from rows import keep, timing
@@ -306,11 +306,12 @@ def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
 
 def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     """Our trainer."""
-    from amir.load import wrap_policy
-    from amir.model import Policy
-    from amir.prompts import Prompt, prompt_ids
-    from amir.rundir import RunDirectory
+    from amir.policy.load import wrap_policy
+    from amir.policy.policy import Policy
+    from amir.run.directory import RunDirectory
+    from amir.run.display import NullDisplay
     from amir.tasks import Task
+    from amir.tasks.prompts import Prompt, prompt_ids
     from amir.trainer import Trainer
 
     class InOrder(Trainer):
@@ -320,11 +321,8 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
             self.data_position += count
             return self.prompts[self.data_position - count : self.data_position]
 
-    class Steps:
-        """A display that shows nothing."""
-
-        def begin(self, finished_steps: int) -> None:
-            pass
+    class Steps(NullDisplay):
+        """Ends the measurement of a step."""
 
         def step(self, metrics: dict[str, Any]) -> None:
             laps.end_step()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from amir.smollm2 import smollm2_folder
+from amir.policy.smollm2 import smollm2_folder
 from amir_kernels.integrations.trl import grpo_trainer
 from machine import birth_certificate
 from meter import measure

@@ -23,11 +23,11 @@ import torch
 import yaml
 
 import amir.__main__ as command
-import amir.display
-import amir.load
+import amir.policy.load
 import amir.rewards.runner
+import amir.run.display
 import amir.trainer
-from amir.config import config_yaml
+from amir.config_reader import config_yaml
 from ranked_run import ParityGrader
 from tiny import model, run_config, tokenizer
 

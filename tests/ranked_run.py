@@ -10,12 +10,14 @@ import sys
 import torch
 
 import amir.__main__ as command
-import amir.loss
 import amir.rewards.runner
 import amir.trainer
-from amir.batch import Batch, MicroBatch, Tokens
-from amir.model import Policy
-from amir.rollout import Rollout, rollout_of
+import amir.update.gradient
+from amir.policy.policy import Policy
+from amir.rollout.rollout import Rollout, make_rollout
+from amir.tokens import Tokens
+from amir.update.batch import Batch
+from amir.update.micro_batches import MicroBatch
 from tiny import EOS, Grader
 
 
@@ -34,9 +36,9 @@ class Fixed:
         self.policy = policy
 
     def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
-        """See `amir.rollout.Sampler`."""
+        """See `amir.Sampler`."""
         completions = [self.completion(prompt, i, max_new_tokens) for prompt in prompts for i in range(group_size)]
-        return rollout_of(self.policy, prompts, completions)
+        return make_rollout(self.policy, prompts, completions)
 
     def completion(self, prompt: list[int], place: int, longest: int) -> list[int]:
         """Token ids of one completion."""
@@ -48,7 +50,7 @@ class Fixed:
 
 def leave_no_room(scored: int, trained: int) -> None:
     """For more rows on the second rank: in a pass without gradients, or when a backward has left its own behind."""
-    logprobs, accumulate = Policy.logprobs, amir.loss._accumulate
+    logprobs, accumulate = Policy.logprobs, amir.update.gradient._accumulate
 
     def tight(rows: int, most: int) -> None:
         if torch.distributed.get_rank() == 1 and rows > most:
@@ -63,7 +65,7 @@ def leave_no_room(scored: int, trained: int) -> None:
         tight(len(micro.rows), trained)
         return made
 
-    Policy.logprobs, amir.loss._accumulate = scores, trains
+    Policy.logprobs, amir.update.gradient._accumulate = scores, trains
 
 
 if __name__ == "__main__":

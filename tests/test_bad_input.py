@@ -15,7 +15,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 import amir.__main__
-from amir.config import config_yaml
+from amir.config_reader import config_yaml
 from tiny import model, run_config, tokenizer
 
 FIELDS = yaml.safe_load(config_yaml(run_config(eval_prompts=0, max_steps=1, save_steps=1, num_generations=2)))

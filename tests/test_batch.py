@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amir.batch import Batch, Tokens, make_batch, micro_batches
+from amir.tokens import Tokens
+from amir.update.batch import Batch, assemble
+from amir.update.micro_batches import micro_batches
 from tiny import run_config
 
 
@@ -22,7 +24,7 @@ def tokens_of(prompt_lengths: list[int], completion_lengths: list[int]) -> Token
 def batch_of(completion_lengths: list[int], rewards: list[float], truncated=None, **changes: object) -> Batch:
     tokens = tokens_of([2 + i for i in range(len(rewards) // 4)], completion_lengths)
     cut = torch.tensor(truncated or [False] * len(rewards))
-    return make_batch(tokens, torch.tensor(rewards), cut, run_config(**changes))
+    return assemble(tokens, torch.tensor(rewards)[:, None], cut, run_config(**changes))
 
 
 rows_of_groups = st.integers(1, 4).flatmap(
@@ -67,7 +69,7 @@ def test_dead_rows_are_skipped_and_still_counted() -> None:
     assert batch.live.tolist() == [False] * 8 + [True] * 4
     assert batch.num_tokens == 60
     assert batch.num_sequences == 12
-    assert batch.num_pairs == 3
+    assert batch.pairs.total == 3
 
 
 @pytest.mark.parametrize("changes", [{"beta": 0.04}, {"entropy_coef": 0.01}], ids=str)
@@ -79,30 +81,30 @@ def test_masked_truncated_rows_leave_loss_pairs_and_token_count_but_stay_a_seque
     cut = [True, False, False, False]
     batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], cut, mask_truncated_completions=True)
     assert batch.live.tolist() == [False, True, True, True]
-    assert not batch.paired[0]
-    assert (batch.num_pairs, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
+    assert not batch.pairs.participants[0]
+    assert (batch.pairs.total, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
 
 
 def test_unscorable_rows_get_no_advantage_and_no_pair() -> None:
     batch = batch_of([5] * 4, [float("nan"), 0.0, 1.0, 0.0])
     assert batch.advantages[0] == 0
-    assert not batch.paired[0]
-    assert batch.num_pairs == 2
+    assert not batch.pairs.participants[0]
+    assert batch.pairs.total == 2
 
 
 def test_empty_completions_train_nothing_and_form_no_pair() -> None:
     batch = batch_of([5, 0, 5, 5], [0.0, 1.0, 1.0, 0.0])
     assert batch.live.tolist() == [True, False, True, True]
-    assert not batch.paired[1]
-    assert (batch.num_pairs, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
+    assert not batch.pairs.participants[1]
+    assert (batch.pairs.total, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
 
 
 @pytest.mark.parametrize(("margin", "pairs"), [(0.0, 4), (0.5, 4), (1.0, 0)])
 def test_a_gap_equal_to_the_margin_is_no_pair(margin: float, pairs: int) -> None:
-    assert batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], reward_margin=margin).num_pairs == pairs
+    assert batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], reward_margin=margin).pairs.total == pairs
 
 
 def test_without_a_pair_term_nothing_is_paired() -> None:
     batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], lambda_reg=0)
-    assert batch.num_pairs == 0
-    assert not batch.paired.any()
+    assert batch.pairs.total == 0
+    assert not batch.pairs.participants.any()

@@ -2,7 +2,9 @@
 
 import pytest
 
-from amir.config import LOSS_TYPES, ConfigError, config_yaml, load_config, recipe_names
+from amir.config import LOSS_TYPES
+from amir.config_reader import config_yaml, load_config, recipe_names
+from amir.errors import ConfigError
 from amir_kernels import OBJECTIVES
 
 REFUSALS = [

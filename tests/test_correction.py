@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from amir.batch import make_batch
 from amir.config import CorrectionSettings, RunConfig
-from amir.correction import importance_weight, mismatch_sums
-from amir.loss import backward, objective_of
-from amir.metrics import Clock, batch_sums, step_metrics
-from amir.rollout import sample
-from tiny import policy, run_config
+from amir.rollout.generate import sample
+from amir.run.metrics import Clock, batch_sums, step_metrics
+from amir.update.batch import make_batch
+from amir.update.correction import importance_weight, mismatch_sums
+from amir.update.gradient import objective_of
+from tiny import PAD, backward, padded, policy, run_config
 
 NAN = math.nan
 OLD = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -5.0]])
@@ -81,10 +81,10 @@ def gradient(config: RunConfig, shift: Tensor | None) -> tuple[dict[str, Tensor]
     """The step's gradient where the sampler's log-probs are the trainer's less `shift`, and the step's metrics."""
     made = policy(config)
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    batch = make_batch(rollout.tokens, REWARDS, rollout.truncated, config)
+    batch = make_batch(rollout, REWARDS[:, None], config, pad_id=PAD)
     if shift is not None:
         with torch.no_grad():
-            old = made.logprobs(rollout.tokens)
+            old = made.logprobs(padded(rollout))
         batch = replace(batch, sampled_logprobs=old - shift)
     batch, sums = backward(made, batch, objective_of(config), config)
     clock = Clock()

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from amir.config import ConfigError, DatasetTask
-from amir.prompts import encode_prompts, prompt_ids, refuse_foreign_tokenizer
+from amir.config import DatasetTask
+from amir.errors import ConfigError
 from amir.tasks import TASKS, Example, Task
+from amir.tasks.prompts import encode_prompts, prompt_ids, refuse_foreign_tokenizer
 from amir.tasks.rows import read_rows
 from tiny import VOCAB, run_config, tokenizer
 

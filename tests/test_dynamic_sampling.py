@@ -1,16 +1,17 @@
 """Dynamic sampling: which groups are replaced, up to where, what stays on disk, and the same bits after a resume."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from amir.config import RunConfig
-from amir.dynamic import Groups, worth_training
 from amir.rewards.shaping import linear_length
-from amir.rollout import Rollout, rollout_of
-from amir.rundir import RunDirectory
+from amir.rollout.dynamic_sampling import Groups, groups_that_differ
+from amir.rollout.rollout import Rollout, make_rollout
+from amir.run.directory import RunDirectory
 from amir.tasks import TASKS
 from amir.trainer import Trainer
 from test_trainer import Lines, ParityGrader, rows, untimed
@@ -36,7 +37,7 @@ class Drawn:
                 size = int(torch.randint(1, max_new_tokens, (1,), generator=chance))
                 first = 40 if any(digit in text for digit in self.agree) else 40 + row % 2
                 completions.append([first, *torch.randint(36, 60, (size - 1,), generator=chance).tolist(), EOS])
-        return rollout_of(self.policy, prompts, completions)
+        return make_rollout(self.policy, prompts, completions)
 
 
 class FirstLetter(ParityGrader):
@@ -71,13 +72,13 @@ def test_groups_that_agree_are_known() -> None:
     scores = torch.tensor(
         [[1.0, 1, 1, 1], [0, 1, 0, 0], [0.3, third, 0.3, third], [NAN, 1, 1, NAN], [NAN, 1, 0, 1], [NAN] * 4]
     ).view(-1, 1)
-    assert worth_training(scores, config()).tolist() == [False, True, False, False, True, False]
-    assert worth_training(scores, run_config()).all()
+    assert groups_that_differ(scores, config()) == [False, True, False, False, True, False]
+    assert all(groups_that_differ(scores, run_config()))
     two = [{"name": "correctness"}, {"name": "linear_length", "arguments": {"start": 5, "end": 9}}]
     both = torch.cat([torch.zeros(24, 1), torch.rand(24, 1)], dim=1)
-    assert worth_training(both, config(rewards=two)).all()
+    assert all(groups_that_differ(both, config(rewards=two)))
     by = config(rewards=two, dynamic_sampling={"by": "correctness"})
-    assert not worth_training(both, by).any()
+    assert not any(groups_that_differ(both, by))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,10 @@ def test_groups_that_agree_are_known() -> None:
     ],
     ids=str,
 )
-def test_rounds_end_when_enough_is_worth_training_or_their_number_is_up(settings, kept, missing) -> None:
+def test_rounds_end_when_enough_is_groups_that_differ_or_their_number_is_up(settings, kept, missing) -> None:
     groups = Groups(run_config(dynamic_sampling=settings))
     assert groups.missing == 3
-    groups.kept = [torch.tensor(keep, dtype=torch.bool) for keep in kept]
+    groups.kept = [list(map(bool, flags)) for flags in kept]
     assert groups.missing == missing
 
 
@@ -173,9 +174,9 @@ def test_the_step_is_that_of_the_kept_groups_alone(tmp_path) -> None:
     class Replayed:
         def sample(self, ids: list[list[int]], *settings: int) -> Rollout:
             encoded = [plain.policy.tokenizer(r["completion"].replace(" ", ""))["input_ids"] + [EOS] for r in kept]
-            return rollout_of(plain.policy, ids, encoded)
+            return make_rollout(plain.policy, ids, encoded)
 
-    plain._sampler = Replayed()
+    plain.collector = replace(plain.collector, sampler=Replayed())
     plain.train()
     for left, right in zip(run.named.values(), plain.named.values(), strict=True):
         assert torch.equal(left, right)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from amir.config import ConfigError, Gsm8kTask
+from amir.config import Gsm8kTask
+from amir.errors import ConfigError
 from amir.tasks import TASKS
 
 

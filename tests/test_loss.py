@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from amir.batch import Batch, make_batch, micro_batches
-from amir.config import ConfigError, RunConfig, RunStopped
-from amir.load import _load, checkpoint_layers
-from amir.loss import backward, objective_of, with_reference
-from amir.model import Policy
-from amir.optim import apply_update, make_optimizer
-from amir.rollout import sample
+from amir.config import RunConfig
+from amir.errors import ConfigError, RunStopped
+from amir.policy.load import _load, checkpoint_layers
+from amir.policy.policy import Policy
+from amir.rollout.generate import sample
+from amir.update.batch import Batch, make_batch
+from amir.update.gradient import objective_of
+from amir.update.micro_batches import micro_batches
+from amir.update.optimizer import apply_update, make_optimizer
 from amir_kernels import reference
 from test_trainer import ParityGrader, run
-from tiny import distance, gradients, policy, run_config, sampled_batch
+from tiny import PAD, backward, distance, gradients, policy, run_config, sampled_batch, with_reference
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
@@ -101,7 +103,7 @@ def test_gradient_is_that_of_full_logits_and_the_plain_loss(changes: dict[str, o
     filled, sums = backward(made, batch, objective_of(config), config)
     ours = gradients(made)
     assert distance(ours, oracle(made, batch, config, None)) < TOLERANCE
-    assert float(sums["pairs"]) == float(batch.num_pairs)
+    assert float(sums["pairs"]) == float(batch.pairs.total)
 
     generator = torch.Generator().manual_seed(5)
     for parameter in made.trainable().values():
@@ -129,7 +131,7 @@ def test_terms_apart_are_those_of_autograd_and_leave_the_gradient_its_bits(budge
     expected = gradients(made)
     for parameter in made.trainable().values():
         parameter.grad.zero_()
-    filled, sums = backward(made, batch, objective_of(config), config, terms_apart=True)
+    filled, sums = backward(made, batch, objective_of(config), config, measure_terms=True)
     assert all(map(torch.equal, gradients(made), expected))
     for term, name, factor in [("policy", "policy", 1.0), ("preference", "pair", config.lambda_reg)]:
         norm = factor * sum(float(g.square().sum()) for g in oracle(made, filled, config, None, term)) ** 0.5
@@ -155,8 +157,10 @@ def test_terms_apart_are_measured_in_every_nth_step_and_refused_where_gradients_
     assert abs(policy_norm - pair_norm) <= norm * (1 + 1e-6)
     assert norm <= (policy_norm + pair_norm) * (1 + 1e-6)
     assert min(policy_norm, pair_norm) > 0
-    with pytest.raises(ConfigError, match=r"^term_gradient_steps = 2: on several ranks"):
-        _load(run_config(lora=None, term_gradient_steps=2), in_parts=True)
+    with pytest.raises(
+        ConfigError, match=r"^term_gradient_steps = 2: not supported .* use LoRA, or run one rank"
+    ):
+        _load(run_config(lora=None, term_gradient_steps=2), sharded=True)
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
@@ -188,13 +192,12 @@ def test_wrong_divisors_would_be_seen() -> None:
     batch = sampled(made, config)
     truth = oracle(made, batch, config, None)
     for wrong in (
-        replace(batch, num_pairs=batch.num_pairs / 2),
+        replace(batch, pairs=replace(batch.pairs, total=batch.pairs.total / 2)),
         replace(batch, loss_mask=batch.loss_mask & batch.live[:, None]),
         replace(batch, ref_logprobs=torch.zeros_like(batch.ref_logprobs)),
         replace(
             batch,
-            chosen=torch.zeros_like(batch.chosen),
-            rejected=torch.zeros_like(batch.chosen),
+            pairs=replace(batch.pairs, chosen=batch.pairs.chosen * 0, rejected=batch.pairs.rejected * 0),
             live=batch.live & (batch.rewards > 0),
         ),
     ):
@@ -237,7 +240,7 @@ def test_a_batch_of_dead_groups_has_zero_gradient_and_still_steps() -> None:
     made = policy(config)
     optimizer = make_optimizer(config, made.trainable())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    batch = make_batch(rollout.tokens, torch.ones(12), rollout.truncated, config)
+    batch = make_batch(rollout, torch.ones(12)[:, None], config, pad_id=PAD)
     batch, _ = backward(made, with_reference(made, batch, config), objective_of(config), config)
     assert all((g == 0).all() for g in gradients(made))
     assert apply_update(optimizer, config, 1) == 0
@@ -257,7 +260,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
 HOLES = """
 from pathlib import Path
 import torch
-from amir.loss import blocks_apart
+from amir.policy.memory import mmap_large_allocations
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1])
@@ -269,7 +272,7 @@ def share_left():
     del blocks[::2]
     return 1 - 2 * (full - resident()) / (full - before)
 
-with blocks_apart():
+with mmap_large_allocations():
     apart = share_left()
 print(apart, share_left())
 """

@@ -22,16 +22,33 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import amir.load
-from amir.batch import make_batch, micro_batches
-from amir.checkpoint import load_checkpoint, save_checkpoint, save_result
-from amir.config import ConfigError, RunConfig, load_config
-from amir.load import apply_liger_layers, checkpoint_layers, load_policy, refuse_unavailable, wrap_policy
-from amir.loss import TokenBudget, backward, objective_of, with_reference
-from amir.model import Policy
-from amir.optim import apply_update, make_optimizer
-from amir.rollout import sample
-from tiny import VOCAB, distance, gradients, model, policy, run_config, sampled_batch, tokenizer
+from amir.config import RunConfig
+from amir.config_reader import load_config
+from amir.errors import ConfigError
+from amir.policy import memory
+from amir.policy.checkpoint import load_checkpoint, save_checkpoint, save_result
+from amir.policy.load import load_policy, wrap_policy
+from amir.policy.memory import apply_liger_layers, checkpoint_layers, refuse_unavailable
+from amir.policy.policy import Policy
+from amir.rollout.generate import sample
+from amir.update.batch import make_batch
+from amir.update.gradient import objective_of
+from amir.update.micro_batches import TokenBudget, micro_batches
+from amir.update.optimizer import apply_update, make_optimizer
+from tiny import (
+    PAD,
+    VOCAB,
+    backward,
+    distance,
+    gradients,
+    model,
+    padded,
+    policy,
+    run_config,
+    sampled_batch,
+    tokenizer,
+    with_reference,
+)
 
 PROMPTS = [list(range(5, 17)), list(range(40, 46)), list(range(60, 80))]
 REWARDS = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0])  # the second group is dead
@@ -100,7 +117,7 @@ def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward:
     budget = TokenBudget(WHOLE, packed=made.packed, say=said.append)
     make_optimizer(config, made.trainable())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
-    batch = with_reference(made, make_batch(rollout.tokens, REWARDS, rollout.truncated, config), config, budget)
+    batch = with_reference(made, make_batch(rollout, REWARDS[:, None], config, pad_id=PAD), config, budget)
     _, sums = backward(made, batch, objective_of(config), config, budget)
     assert room.failures >= 2
     assert len(said) == room.failures
@@ -180,9 +197,9 @@ def test_checkpointed_layers_give_the_same_loss_and_gradient(family: str, offloa
     expected, value = step(made_of(family, config), config)
     made = made_of(family, config)
     moved: list[tuple[int, ...]] = []
-    kept = amir.load._to_cpu
+    kept = memory._to_cpu
     # torch 2.11 also keeps an empty tensor of its own for each layer
-    monkeypatch.setattr(amir.load, "_to_cpu", lambda t: (t.numel() and moved.append(tuple(t.shape)), kept(t))[1])
+    monkeypatch.setattr(memory, "_to_cpu", lambda t: (t.numel() and moved.append(tuple(t.shape)), kept(t))[1])
     checkpoint_layers(made.support.body, offload=offload)
     layers = made.support.body.layers
     runs = [0]
@@ -220,7 +237,7 @@ def test_a_bfloat16_model_has_a_bfloat16_adapter_that_learns_in_float32(tmp_path
 def test_checkpointed_layers_keep_less_for_the_backward() -> None:
     def kept(*, checkpointed: bool) -> int:
         made = policy(run_config(gradient_checkpointing=checkpointed))
-        tokens = sample(made, PROMPTS, 4, 9, seed=3).tokens
+        tokens = padded(sample(made, PROMPTS, 4, 9, seed=3))
         weights = {p.data_ptr() for p in made.model.parameters()}
         held: dict[int, int] = {}
 
@@ -268,7 +285,7 @@ def test_quantized_weights_score_alike_and_their_adapter_learns(folder: Path, bi
     for name, module in dequantized.base.named_modules():
         if hasattr(module, "base_layer"):
             module.base_layer.weight.data = dequantize(made.base.get_submodule(name).base_layer.weight)
-    tokens = sample(whole, PROMPTS, 4, 9, seed=3).tokens
+    tokens = padded(sample(whole, PROMPTS, 4, 9, seed=3))
     with torch.no_grad():
         scores = [p.logprobs(tokens)[tokens.completion_mask] for p in (whole, dequantized, made)]
     assert 0 < (scores[2] - scores[0]).abs().mean() < 0.4 * scores[0].std()
@@ -340,7 +357,7 @@ def test_full_fine_tuning_trains_every_weight_against_a_frozen_copy() -> None:
     config = run_config(**FULL)
     made = policy(config, moved=False)
     start = copy.deepcopy(made.base.state_dict())
-    tokens = sample(made, PROMPTS, 4, 9, seed=3).tokens
+    tokens = padded(sample(made, PROMPTS, 4, 9, seed=3))
     with torch.no_grad():
         before = made.logprobs(tokens)
     train(made, config, 2)
@@ -386,7 +403,7 @@ def test_a_copy_is_made_only_where_a_loss_needs_it(changes: dict[str, object], c
 
 
 def test_sixteen_bit_weights_take_updates_below_their_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amir.optim.PORTION", 8)
+    monkeypatch.setattr("amir.update.optimizer.PORTION", 8)
     config = run_config(**(FULL | {"dtype": "bfloat16", "learning_rate": 1e-5, "beta": 0.0, "lambda_reg": 0.0}))
     named = {name: nn.Parameter(torch.full((8,), 1.0, dtype=torch.bfloat16)) for name in ("w", "v")}
     exact = {name: nn.Parameter(torch.full((8,), 1.0)) for name in named}
@@ -444,7 +461,7 @@ def test_going_on_from_an_adapter_keeps_it_as_the_reference(tmp_path: Path) -> N
     save_result(tmp_path / "adapter", earlier.model, earlier.tokenizer)
     again = run_config(lora={"r": 4, "alpha": 8, "adapter": str(tmp_path / "adapter")}, beta=0.1)
     made = wrap_policy(model(), tokenizer(), again)
-    tokens = sample(made, PROMPTS, 4, 9, seed=3).tokens
+    tokens = padded(sample(made, PROMPTS, 4, 9, seed=3))
     with torch.no_grad():
         before = earlier.logprobs(tokens)
         assert torch.equal(made.logprobs(tokens), before)

@@ -8,13 +8,13 @@ from statistics import mean
 import pytest
 import torch
 
-from amir.batch import Batch, make_batch
 from amir.config import RunConfig
-from amir.loss import backward, objective_of, with_reference
-from amir.metrics import METRICS, Clock, batch_sums, evaluation_metrics, step_metrics
-from amir.optim import make_optimizer
+from amir.run.metrics import METRICS, Clock, batch_sums, evaluation_metrics, step_metrics
+from amir.update.batch import Batch, assemble
+from amir.update.gradient import objective_of
+from amir.update.optimizer import make_optimizer
 from test_batch import tokens_of
-from tiny import policy, run_config
+from tiny import backward, policy, run_config, with_reference
 
 NAN = math.nan
 REWARDS = [{"name": "correctness", "weight": 2.0}, {"name": "integer", "weight": 0.5}]
@@ -27,7 +27,7 @@ LENGTHS = [3, 5, 4, 9, 2, 2, 2, 2]
 def batch_of(config: RunConfig, scores: torch.Tensor = SCORES, lengths: list[int] | None = None) -> Batch:
     tokens = tokens_of([3] * (len(scores) // 4), lengths or LENGTHS)
     truncated = torch.tensor([length == 9 for length in lengths or LENGTHS])
-    return make_batch(tokens, scores, truncated, config)
+    return assemble(tokens, scores, truncated, config)
 
 
 def row_of(config: RunConfig, sums: Counter[str]) -> dict[str, object]:

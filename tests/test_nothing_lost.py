@@ -13,8 +13,8 @@ pytest.importorskip("peft")
 KILLS = 20
 DEATHS = [
     f"random,0,{KILLS}",
-    "point,amir.loss:_accumulate,7",  # between two micro-batches of a step
-    "point,amir.checkpoint:_sync,2",  # a checkpoint's files half on disk
+    "point,amir.update.gradient:_accumulate,7",  # between two micro-batches of a step
+    "point,amir.policy.checkpoint:_sync,2",  # a checkpoint's files half on disk
     "point,amir.trainer:save_checkpoint,2",
     "point,amir.trainer:make_batch,4",  # completions on disk, no gradient yet
     "full,30000",  # the optimizer's state does not fit

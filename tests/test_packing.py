@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from amir import attention, packing
-from amir.attention import Scores, Segment, Segments
-from amir.batch import Tokens
-from amir.packing import checkpoint_contexts, hidden_states, why_unpacked
+from amir.policy import packed_attention as attention
+from amir.policy import packing
+from amir.policy.packed_attention import Scores, Segment, Segments
+from amir.policy.packing import checkpoint_contexts, hidden_states, why_unpacked
+from amir.tokens import Tokens
 from tiny import policy, run_config
 
 WINDOW = 4  # shorter than every prompt but one, and than most completions

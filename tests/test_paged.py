@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from amir.config import ConfigError, RunStopped
-from amir.paged import Paged
-from amir.rollout import make_sampler
-from tiny import EOS, VOCAB, policy, run_config
+from amir.errors import ConfigError, RunStopped
+from amir.rollout.paged import Paged
+from amir.rollout.samplers import make_sampler
+from amir.tokens import pad_right
+from tiny import EOS, VOCAB, padded, policy, run_config
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
 CONFIG = run_config(temperature=0.7, sampler={"name": "paged"})
@@ -42,7 +43,8 @@ def surprise(counts: Tensor, expected: Tensor) -> float:
 def test_first_and_second_tokens_follow_the_policy_at_its_temperature(paged) -> None:
     bounded = Paged(paged.policy, run_config(sampler={"name": "paged", "batch_tokens": 256}).sampler)
     rollout = bounded.sample([PROMPTS[1]], 3000, 2, seed=0)
-    first = rollout.tokens.completion_ids[:, 0]
+    ids = padded(rollout).completion_ids
+    first = ids[:, 0]
     counts = torch.bincount(first, minlength=VOCAB)
     law = next_token(paged, PROMPTS[1])
     assert abs(surprise(counts, law)) < 4
@@ -50,13 +52,13 @@ def test_first_and_second_tokens_follow_the_policy_at_its_temperature(paged) -> 
     assert surprise(counts, flat) > 20, "the test must tell another temperature apart"
     usual = int(counts.argmax())
     assert usual != EOS
-    second = torch.bincount(rollout.tokens.completion_ids[first == usual, 1], minlength=VOCAB)
+    second = torch.bincount(ids[first == usual, 1], minlength=VOCAB)
     assert abs(surprise(second, next_token(paged, [*PROMPTS[1], usual]))) < 4
 
 
 def test_completions_of_a_group_are_independent(paged) -> None:
     rollout = paged.sample([PROMPTS[0]] * 400, 2, 1, seed=1)
-    first, second = rollout.tokens.completion_ids[:, 0].view(400, 2).T
+    first, second = padded(rollout).completion_ids[:, 0].view(400, 2).T
     same = float(next_token(paged, PROMPTS[0]).square().sum())
     deviation = math.sqrt(same * (1 - same) / 400)
     assert abs(float((first == second).double().mean()) - same) < 4 * deviation
@@ -66,19 +68,18 @@ def test_completions_of_a_group_are_independent(paged) -> None:
 
 def test_log_probs_are_the_policys_and_groups_stand_side_by_side(paged) -> None:
     rollout = paged.sample(PROMPTS, 4, 9, seed=3)
-    tokens = rollout.tokens
+    tokens = padded(rollout)
     assert tokens.prompt_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():
         expected = paged.policy.logprobs(tokens)
-    given = rollout.logprobs
-    assert given is not None
-    assert torch.equal(given.isnan(), ~tokens.completion_mask)
-    assert torch.allclose(given.nan_to_num(), expected, atol=1e-5)
+    assert rollout.logprobs is not None
+    assert list(map(len, rollout.logprobs)) == tokens.completion_lengths.tolist()
+    assert torch.allclose(pad_right(rollout.logprobs, 0.0), expected, atol=1e-5)
     ends = [row[keep][-1] for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]
-    assert [bool(end != EOS) for end in ends] == rollout.truncated.tolist()
-    assert 0 < int(rollout.truncated.sum()) < 12
+    assert [bool(end != EOS) for end in ends] == rollout.truncated
+    assert 0 < sum(rollout.truncated) < 12
     assert rollout.texts[0] == paged.policy.tokenizer.decode(
         tokens.completion_ids[0][tokens.completion_mask[0]], skip_special_tokens=True
     )
@@ -86,9 +87,9 @@ def test_log_probs_are_the_policys_and_groups_stand_side_by_side(paged) -> None:
 
 def test_it_repeats_with_its_seed_and_leaves_model_and_random_state_alone(paged) -> None:
     before, attention = torch.get_rng_state(), paged.policy.base.config._attn_implementation
-    first, second = (paged.sample(PROMPTS, 2, 5, seed=3).tokens.completion_ids for _ in range(2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, paged.sample(PROMPTS, 2, 5, seed=4).tokens.completion_ids)
+    first, second = (paged.sample(PROMPTS, 2, 5, seed=3).completions for _ in range(2))
+    assert first == second
+    assert first != paged.sample(PROMPTS, 2, 5, seed=4).completions
     assert torch.equal(before, torch.get_rng_state())
     assert paged.policy.base.config._attn_implementation == attention
 
@@ -98,7 +99,7 @@ def test_a_cache_too_small_for_the_rollout_makes_completions_wait(paged) -> None
     small = Paged(paged.policy, config.sampler)
     rollout = small.sample(PROMPTS, 8, 9, seed=3)
     with torch.no_grad():
-        assert torch.allclose(rollout.logprobs.nan_to_num(), paged.policy.logprobs(rollout.tokens), atol=1e-5)
+        assert torch.allclose(pad_right(rollout.logprobs, 0.0), paged.policy.logprobs(padded(rollout)), atol=1e-5)
 
 
 def test_an_engine_that_fails_stops_the_run(paged, monkeypatch) -> None:

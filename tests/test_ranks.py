@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from amir.batch import MicroBatch
-from amir.config import config_yaml
-from amir.ranks import Ranks
+from amir.config_reader import config_yaml
+from amir.distributed import Ranks
+from amir.update.micro_batches import MicroBatch, assign
 from tiny import model, run_config, tokenizer
 from vllm_like import VllmLike
 
@@ -221,7 +221,7 @@ def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
     assert [Ranks(rank, 3).share(items) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [Ranks(rank, 3).share([1]) for rank in range(3)] == [[1], [], []]
     micros = [MicroBatch(torch.tensor([i]), whole=True) for i in range(4)]
-    dealt = [Ranks(rank, 3).deal(micros) for rank in range(3)]
+    dealt = [assign(micros, Ranks(rank, 3)) for rank in range(3)]
     assert [[int(m.rows) for m in share if not m.idle] for share in dealt] == [[0, 3], [1], [2]]
     assert [[m.idle for m in share] for share in dealt] == [[False, False], [False, True], [False, True]]
-    assert Ranks(1, 2).deal([]) == []
+    assert assign([], Ranks(1, 2)) == []

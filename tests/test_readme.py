@@ -62,7 +62,7 @@ def test_snippet_runs(name, code):
 
 @pytest.mark.parametrize(("name", "text"), blocks("yaml"), ids=[name for name, _ in blocks("yaml")])
 def test_run_is_a_valid_configuration(name, text, tmp_path):
-    from amir.config import load_config
+    from amir.config_reader import load_config
 
     (tmp_path / "run.yaml").write_text(text)
     assert load_config(str(tmp_path / "run.yaml")), name
@@ -98,7 +98,7 @@ def test_keys_and_defaults_are_those_of_the_configuration():
 
 
 def test_recipes_are_those_that_are_shipped():
-    from amir.config import recipe_names
+    from amir.config_reader import recipe_names
 
     assert sorted(name.strip("`") for name, *_ in table_under("| recipe |")) == recipe_names()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amir.config import config_yaml, load_config
+from amir.config_reader import config_yaml, load_config
 
 
 def amir(*words: str, folder: Path) -> str:

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from amir.answer import as_number, last_answer
 from amir.rewards import Correctness
 from amir.tasks import TASKS
+from amir.tasks.answer import as_number, last_answer
 from tiny import run_config
 
 ANSWERS = [

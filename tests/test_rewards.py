@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from amir.batch import make_batch, weighted_sum
-from amir.config import NEED_ANSWERS, REWARDS, ConfigError, RewardSettings, RunStopped
-from amir.rewards import SHAPING, Rewards
+from amir.config import NEED_ANSWERS, REWARDS, RewardSettings
+from amir.errors import ConfigError, RunStopped
+from amir.rewards import SHAPING, Rewards, total_reward
 from amir.rewards.shaping import confidence
 from amir.rewards.worker import RewardError, floats, keywords_of
 from amir.tasks import Example
+from amir.update.batch import assemble
 from test_batch import tokens_of
 from tiny import run_config
 
@@ -325,14 +326,14 @@ def test_several_rewards_make_one_batch() -> None:
         rewards=[{"name": "correctness", "weight": 2.0}, {"name": "integer", "weight": -0.5}], reward_margin=1.5
     )
     scores = torch.tensor([[1, 1], [0, 1], [1, NAN], [NAN, NAN]] * 2)
-    batch = make_batch(tokens_of([2, 3], [5] * 8), scores, torch.zeros(8, dtype=torch.bool), config)
+    batch = assemble(tokens_of([2, 3], [5] * 8), scores, torch.zeros(8, dtype=torch.bool), config)
     assert same(batch.rewards.tolist(), [1.5, -0.5, 2.0, NAN] * 2)
-    assert same(weighted_sum(scores, [2.0, -0.5]).tolist(), batch.rewards.tolist())
+    assert same(total_reward(scores, config.rewards).tolist(), batch.rewards.tolist())
     assert batch.advantages[3] == batch.advantages[7] == 0
-    assert batch.num_pairs == 4
-    assert batch.chosen.tolist() == [1, 0, 1, 0] * 2
-    assert batch.rejected.tolist() == [0, 2, 0, 0] * 2
-    other = make_batch(
+    assert batch.pairs.total == 4
+    assert batch.pairs.chosen.tolist() == [1, 0, 1, 0] * 2
+    assert batch.pairs.rejected.tolist() == [0, 2, 0, 0] * 2
+    other = assemble(
         tokens_of([2, 3], [5] * 8),
         scores,
         torch.zeros(8, dtype=torch.bool),

@@ -13,9 +13,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import amir.__main__ as command
-from amir.config import ConfigError, RunConfig, config_yaml
-from amir.display import Terminal
-from amir.rundir import MAY_CHANGE, RunDirectory, _changes
+from amir.config import RunConfig
+from amir.config_reader import config_yaml
+from amir.errors import ConfigError
+from amir.run.directory import MAY_CHANGE, RunDirectory, _changes
+from amir.run.display import Terminal
 from amir.tasks import TASKS
 from amir.trainer import Trainer
 from test_trainer import ParityGrader, rows
@@ -72,10 +74,10 @@ def at_call(monkeypatch: pytest.MonkeyPatch, place: str, number: int, action: Ca
 
 
 MOMENTS = {
-    "while it samples": ("amir.rollout:sample", 4),
+    "while it samples": ("amir.rollout.generate:sample", 4),
     "completions written, before the metrics": ("amir.trainer:make_batch", 2),
-    "metrics written, before TensorBoard": ("amir.display:Terminal.step", 2),
-    "inside a checkpoint": ("amir.checkpoint:_sync", 2),
+    "metrics written, before TensorBoard": ("amir.run.display:Terminal.step", 2),
+    "inside a checkpoint": ("amir.policy.checkpoint:_sync", 2),
 }
 
 
@@ -133,7 +135,7 @@ def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     made = in_terminal(tmp_path, run_config(eval_prompts=0))
-    at_call(monkeypatch, "amir.display:RecordWriter.write", 4, full)
+    at_call(monkeypatch, "amir.run.display:RecordWriter.write", 4, full)
     made.train()
     made.directory.close()
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
@@ -235,7 +237,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, mo
         shutil.rmtree(unwritable) if unwritable.is_dir() else unwritable.unlink(missing_ok=True)
         unwritable.symlink_to("/dev/full")
 
-    at_call(monkeypatch, "amir.display:Terminal.begin", 1, replace)
+    at_call(monkeypatch, "amir.run.display:Terminal.begin", 1, replace)
     assert amir_train(monkeypatch, str(tmp_path / "run.yaml")) == 1
     said = capfd.readouterr().err
     assert said.count("\n") == 1

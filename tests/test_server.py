@@ -13,16 +13,18 @@ import pytest
 import torch
 from tokenizers import decoders
 
-import amir.server
-from amir.config import ConfigError, RunConfig, RunStopped
-from amir.load import load_policy
-from amir.rollout import make_sampler
-from amir.rundir import RunDirectory
-from amir.server import Server
+import amir.rollout.http_client
+from amir.config import RunConfig
+from amir.errors import ConfigError, RunStopped
+from amir.policy.load import load_policy
+from amir.rollout.samplers import make_sampler
+from amir.rollout.server import Server
+from amir.run.directory import RunDirectory
 from amir.tasks import TASKS
+from amir.tokens import pad_right
 from amir.trainer import Trainer
 from test_trainer import Lines, ParityGrader, rows, trainer, untimed
-from tiny import EOS, model, policy, run_config, tokenizer
+from tiny import EOS, model, padded, policy, run_config, tokenizer
 from vllm_like import BASE, VllmLike
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -44,8 +46,8 @@ def server() -> Iterator[VllmLike]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amir.server, "FIRST_DELAY", 0.02)
-    monkeypatch.setattr(amir.server, "LONGEST_DELAY", 0.1)
+    monkeypatch.setattr(amir.rollout.http_client, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(amir.rollout.http_client, "LONGEST_DELAY", 0.1)
     monkeypatch.setattr("amir.rewards.runner.Correctness", LetterGrader)
 
 
@@ -73,22 +75,22 @@ def move(made: Server, by: float) -> None:
 def test_tokens_and_log_probs_are_the_servers_own_and_the_policys(tmp_path, server) -> None:
     made = sampler(tmp_path, config(server.url))
     rollout = made.sample(PROMPTS, 8, 9, seed=3)
-    tokens = rollout.tokens
+    tokens = padded(rollout)
     assert tokens.prompt_of.tolist() == [0] * 8 + [1] * 8 + [2] * 8
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():
         expected = made._policy.logprobs(tokens)
     assert rollout.logprobs is not None
-    assert torch.equal(rollout.logprobs.isnan(), ~tokens.completion_mask)
-    assert torch.allclose(rollout.logprobs.nan_to_num(), expected, atol=1e-4)
+    assert list(map(len, rollout.logprobs)) == tokens.completion_lengths.tolist()
+    assert torch.allclose(pad_right(rollout.logprobs, 0.0), expected, atol=1e-4)
     last = [row[keep][-1] for row, keep in zip(tokens.completion_ids, tokens.completion_mask, strict=True)]
-    assert [bool(end != EOS) for end in last] == rollout.truncated.tolist()
-    assert 0 < int(rollout.truncated.sum()) < 24
+    assert [bool(end != EOS) for end in last] == rollout.truncated
+    assert 0 < sum(rollout.truncated) < 24
     assert len({tuple(row.tolist()) for row in tokens.completion_ids}) > 20
     again = made.sample(PROMPTS, 8, 9, seed=3)
-    assert torch.equal(again.tokens.completion_ids, tokens.completion_ids)
-    assert not torch.equal(made.sample(PROMPTS, 8, 9, seed=4).tokens.completion_ids[:, 0], tokens.completion_ids[:, 0])
+    assert again.completions == rollout.completions
+    assert [ids[0] for ids in made.sample(PROMPTS, 8, 9, seed=4).completions] != [ids[0] for ids in rollout.completions]
 
 
 def test_each_update_is_pushed_once_and_the_old_adapter_leaves(tmp_path, server) -> None:
@@ -144,7 +146,7 @@ def test_what_passes_is_waited_for_and_said_once(tmp_path, server) -> None:
     made = sampler(tmp_path, config(server.url, sampler={"concurrent_requests": 1}), said)
     expected = made.sample(PROMPTS, 2, 3, seed=0)
     server.failures = [503, 500, 0, 429]
-    assert torch.equal(made.sample(PROMPTS, 2, 3, seed=0).tokens.completion_ids, expected.tokens.completion_ids)
+    assert made.sample(PROMPTS, 2, 3, seed=0).completions == expected.completions
     assert any("does not answer (Passing: status 503" in text and "5 s at most" in text for text in said)
     assert said[-1] == f"the server {server.url} answers again"
     assert len(said) <= 8
@@ -154,7 +156,7 @@ def test_a_restarted_server_gets_the_adapter_again(tmp_path, server) -> None:
     made = sampler(tmp_path, config(server.url))
     expected = made.sample(PROMPTS, 2, 3, seed=0)
     server.forget()
-    assert torch.equal(made.sample(PROMPTS, 2, 3, seed=0).tokens.completion_ids, expected.tokens.completion_ids)
+    assert made.sample(PROMPTS, 2, 3, seed=0).completions == expected.completions
     server.failures, server.fail_on = [404] * 99, "/v1/completions"
     with pytest.raises(RunStopped, match="forgot the adapter 3 times"):
         made.sample(PROMPTS, 2, 3, seed=0)
@@ -268,7 +270,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused(tmp_path, server, monkeyp
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setattr(amir.server, "FIRST_DELAY", 60.0)
+        monkeypatch.setattr(amir.rollout.http_client, "FIRST_DELAY", 60.0)
         with pytest.raises(RunStopped, match=r"has not answered for 0 s"):
             sampler(tmp_path, config(url, sampler={"wait_seconds": 0.1}))
 
@@ -319,14 +321,14 @@ def test_transformers_serve_samples_what_the_policy_would(transformers_serve, ba
     prompt = made._policy.tokenizer("1 + 2=")["input_ids"]
     rollout = made.sample([prompt], 150, 2, seed=0)
     assert rollout.logprobs is None
-    usable = ~rollout.unusable
+    usable = ~torch.tensor(rollout.unusable)
     assert 0 < usable.sum() < 150, "ids without a character are drawn too, and must be noticed"
     with torch.no_grad():
         law = (made._policy.base(input_ids=torch.tensor([prompt])).logits[0, -1].double() / 0.5).softmax(-1)
         plain = made._policy.base
         with made._policy.reference():
             other = (plain(input_ids=torch.tensor([prompt])).logits[0, -1].double() / 0.5).softmax(-1)
-    first = rollout.tokens.completion_ids[usable, 0]
+    first = padded(rollout).completion_ids[usable, 0]
     likelihood, under_base = (float(p[first].log().mean()) for p in (law, other))
     expected = float((law * law.log()).sum())
     assert likelihood == pytest.approx(expected, abs=0.35)
@@ -353,7 +355,7 @@ def test_transformers_serve_gets_each_update_and_a_run_ends_resumably_without_it
         if metrics["step"] == 2:
             process.kill()
             process.wait()
-            object.__setattr__(made._sampler._settings, "wait_seconds", 0.2)
+            object.__setattr__(made.collector.sampler._settings, "wait_seconds", 0.2)
 
     made.display.step = end_the_server
     with pytest.raises(RunStopped, match="has not answered"):

@@ -40,8 +40,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from amir.batch import Tokens
-from amir.load import wrap_policy
+from amir.policy.load import wrap_policy
+from amir.tokens import Tokens
 from amir_kernels import linear_logprob, supports
 from amir_kernels.support import FAMILIES
 from tiny import model, policy, run_config, tokenizer

@@ -15,22 +15,26 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from amir.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from amir.config import ConfigError, RunConfig, recipe_names
+from amir.config import RunConfig
+from amir.config_reader import recipe_names
 from amir.doctor import SERVES
-from amir.load import wrap_policy
-from amir.metrics import METRICS
-from amir.optim import learning_rate, make_optimizer
-from amir.prompts import prompt_ids
-from amir.rundir import RunDirectory, choose_output_dir
+from amir.errors import ConfigError
+from amir.policy.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from amir.policy.load import wrap_policy
+from amir.run.directory import RunDirectory, choose_output_dir
+from amir.run.display import NullDisplay
+from amir.run.health import NO_SIGNAL_STEPS
+from amir.run.metrics import METRICS
 from amir.tasks import TASKS, Example
-from amir.trainer import NO_PAIR_STEPS, Trainer
+from amir.tasks.prompts import prompt_ids
+from amir.trainer import Trainer
+from amir.update.optimizer import learning_rate, make_optimizer
 from tiny import Grader, crash_after, model, policy, run_config, tokenizer
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
 
 
-class Lines:
+class Lines(NullDisplay):
     """A display that keeps what it was shown."""
 
     def __init__(self) -> None:
@@ -220,7 +224,7 @@ def test_a_failed_start_does_not_block_its_folder(tmp_path) -> None:
 
 
 def test_settings_that_cannot_take_effect_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="no example out"):
+    with pytest.raises(ConfigError, match="eval_prompts = 2: the task has no held-out examples; set eval_prompts: 0"):
         trainer(tmp_path / "a", run_config(task={"name": "arithmetic", "max_operand": 4, "held_out": 0.01}))
     broken = trainer(tmp_path / "b", run_config(max_steps=1))
     broken.policy.tokenizer.chat_template = "{{ broken"
@@ -237,7 +241,7 @@ def test_settings_that_cannot_take_effect_are_refused(tmp_path) -> None:
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_made(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="not a folder that can be written"):
+        with pytest.raises(ConfigError, match="is not a writable folder; name another output_dir"):
             RunDirectory(path, run_config(), resume=False)
 
 
@@ -268,10 +272,10 @@ def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: byte
 
 
 def test_pairs_before_a_resume_count_for_the_warning(tmp_path) -> None:
-    config = run_config(max_steps=NO_PAIR_STEPS - 1, eval_prompts=0, prompts_per_step=2)
+    config = run_config(max_steps=NO_SIGNAL_STEPS - 1, eval_prompts=0, prompts_per_step=2)
     run(tmp_path, config)
-    resumed = trainer(tmp_path, run_config(max_steps=NO_PAIR_STEPS, eval_prompts=0, prompts_per_step=2), resume=True)
-    assert resumed.pairs_seen == sum(row["pairs"] for row in rows(tmp_path / "metrics.jsonl")) > 0
+    resumed = trainer(tmp_path, run_config(max_steps=NO_SIGNAL_STEPS, eval_prompts=0, prompts_per_step=2), resume=True)
+    assert resumed.health._pairs == sum(row["pairs"] for row in rows(tmp_path / "metrics.jsonl")) > 0
 
 
 def test_resuming_a_finished_run_says_so(tmp_path) -> None:
@@ -333,7 +337,9 @@ def test_what_is_not_finite_is_null_on_disk(tmp_path) -> None:
 
 
 def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
-    config = run_config(max_steps=NO_PAIR_STEPS, reward_margin=1.0, save_steps=100, eval_prompts=0, prompts_per_step=1)
+    config = run_config(
+        max_steps=NO_SIGNAL_STEPS, reward_margin=1.0, save_steps=100, eval_prompts=0, prompts_per_step=1
+    )
     made = run(tmp_path, config)
     assert [text for text in made.display.said if "no pair was formed in 20 steps" in text]
     assert "no pair was formed" in (tmp_path / "log.txt").read_text()
@@ -342,11 +348,11 @@ def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
 @pytest.mark.parametrize("reward", ["strict_format", "linear_length"])
 def test_rewards_that_never_differ_warn(tmp_path, reward: str) -> None:
     rewards = [{"name": reward, "arguments": {"start": 0, "end": 9} if reward == "linear_length" else {}}]
-    config = run_config(max_steps=NO_PAIR_STEPS, lambda_reg=0, eval_prompts=0, prompts_per_step=1, rewards=rewards)
+    config = run_config(max_steps=NO_SIGNAL_STEPS, lambda_reg=0, eval_prompts=0, prompts_per_step=1, rewards=rewards)
     made = run(tmp_path, config)
     differed = any(row["reward_std"] > 0 for row in rows(tmp_path / "metrics.jsonl"))
     assert differed == (reward == "linear_length")
-    assert bool([text for text in made.display.said if "the rewards of no group differed" in text]) != differed
+    assert bool([text for text in made.display.said if "no group had differing rewards" in text]) != differed
 
 
 def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path) -> None:
@@ -356,9 +362,9 @@ def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path
     plain.policy.__dict__["why_unpacked"], plain.budget.packed = "it has layers of type conv", False
     plain.train()
     assert [text for text in plain.display.said if "conv" in text] == [
-        "training in plain rows, each completion behind its own prompt: it has layers of type conv"
+        "training without packing, each completion with its own copy of the prompt, since it has layers of type conv"
     ]
-    assert not [text for text in packed.display.said if "plain rows" in text]
+    assert not [text for text in packed.display.said if "without packing" in text]
     left, right = packed.display.steps[0], plain.display.steps[0]
     for name in ("loss", "policy_grad_norm", "grad_norm", "tokens_trained"):
         assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-7)
@@ -417,7 +423,10 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("begun", "words"), [(True, "--resume goes on"), (False, "the same command starts it")])
+@pytest.mark.parametrize(
+    ("begun", "words"),
+    [(True, "with --resume continues"), (False, "the same command starts it")],
+)
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, begun: bool, words: str) -> None:
     script = f"""if True:
         import os, sys, amir.__main__ as command
@@ -437,7 +446,7 @@ def test_an_output_that_is_closed_ends_the_run_with_a_word(tmp_path) -> None:
     script = """if True:
         import sys, amir.__main__ as command
         from pathlib import Path
-        from amir.display import Terminal
+        from amir.run.display import Terminal
         def train(path, config, resume):
             terminal = Terminal(1, Path(), print)
             while True:
@@ -448,7 +457,7 @@ def test_an_output_that_is_closed_ends_the_run_with_a_word(tmp_path) -> None:
     piped = f"{sys.executable} -c '{script}' | head -n 2"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", piped], **at(tmp_path), check=False)
     assert done.returncode == 1
-    assert "what read the output has closed it; the run had not begun" in done.stderr
+    assert "the program that read this output has closed the pipe; the run had not started" in done.stderr
     assert "Traceback" not in done.stderr
 
 

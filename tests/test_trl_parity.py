@@ -164,7 +164,7 @@ def smollm2_batch():
         pytest.skip("the weights of SmolLM2-135M are not installed (make install)")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from amir.smollm2 import smollm2_folder
+    from amir.policy.smollm2 import smollm2_folder
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)

@@ -1,5 +1,7 @@
 """A model, a tokenizer and a run small enough for any test: random Llama, 101 tokens, one character a token."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +10,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from amir.batch import Batch, make_batch
 from amir.config import RunConfig
-from amir.load import wrap_policy
-from amir.loss import with_reference
-from amir.model import Policy
-from amir.rollout import sample
+from amir.policy.load import wrap_policy
+from amir.policy.policy import Policy
+from amir.rollout.generate import sample
+from amir.rollout.rollout import Rollout
+from amir.tokens import Tokens, pad_tokens
 from amir.trainer import Trainer
+from amir.update import gradient
+from amir.update.batch import Batch, make_batch
+from amir.update.gradient import reference_logprobs
+from amir.update.micro_batches import TokenBudget
+from amir_kernels import Objective
 
 PAD, EOS, BOS = 0, 1, 2
 VOCAB = 101
@@ -89,10 +96,35 @@ def policy(config: RunConfig | None = None, *, pad_is_eos: bool = False, moved: 
     return made
 
 
+def padded(rollout: Rollout) -> Tokens:
+    """A rollout's tokens as tensors."""
+    return pad_tokens(rollout.prompts, rollout.completions, PAD)
+
+
 def sampled_batch(made: Policy, config: RunConfig, prompts: list[list[int]], rewards: Tensor) -> Batch:
     """A batch of four completions of each prompt, with reference log-probs where the loss needs them."""
     rollout = sample(made, prompts, 4, 9, seed=3)
-    return with_reference(made, make_batch(rollout.tokens, rewards, rollout.truncated, config), config)
+    return with_reference(made, make_batch(rollout, rewards[:, None], config, pad_id=PAD), config)
+
+
+def with_reference(made: Policy, batch: Batch, config: RunConfig, budget: TokenBudget | None = None) -> Batch:
+    """The batch with reference log-probs where the loss needs them, as the loop assigns them."""
+    budget = budget or TokenBudget.of(config, made)
+    return replace(batch, ref_logprobs=reference_logprobs(made, batch, config, budget))
+
+
+def backward(
+    made: Policy,
+    batch: Batch,
+    objective: Objective,
+    config: RunConfig,
+    budget: TokenBudget | None = None,
+    **options: bool,
+) -> tuple[Batch, Counter[str]]:
+    """One training pass: the batch with its old log-probs, as the loop assigns them after the first, and the sums."""
+    budget = budget or TokenBudget.of(config, made)
+    sums, logprobs = gradient.backward(made, batch, objective, config, budget, **options)
+    return batch if batch.old_logprobs is not None else replace(batch, old_logprobs=logprobs), sums
 
 
 def gradients(made: Policy) -> list[Tensor]:

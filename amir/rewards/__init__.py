@@ -1,7 +1,8 @@
 """Rewards: what a completion earns. `Rewards` runs those of a run; `SHAPING` and `Correctness` are the shipped ones."""
 
 from .correctness import Correctness
-from .runner import Rewards, Scores
+from .runner import RewardFunction, Rewards, Scores
 from .shaping import SHAPING
+from .total import total_reward
 
-__all__ = ["SHAPING", "Correctness", "Rewards", "Scores"]
+__all__ = ["SHAPING", "Correctness", "RewardFunction", "Rewards", "Scores", "total_reward"]

@@ -12,7 +12,7 @@ from typing import Self
 
 from pebble import ProcessFuture, ProcessPool
 
-from ..answer import as_number, last_answer
+from ..tasks.answer import as_number, last_answer
 from .worker import end_with_parent
 
 WORKER_BYTES = 4 * 2**30

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from ..config import NEED_ANSWERS, ConfigError, RewardSettings, RunStopped
+from ..config import NEED_ANSWERS, RewardSettings
+from ..errors import ConfigError, RewardError, RunStopped
+from ..rewards import worker
 from ..tasks.task import Example
-from . import worker
 from .correctness import Correctness
 from .shaping import SHAPING
 
@@ -30,9 +31,20 @@ OURS = ("prompts", "completions", "answers", "completion_ids")
 """Keywords of a function that no column of that name replaces."""
 
 
+class RewardFunction(Protocol):
+    """A reward function of the user's, called once for all completions of a step."""
+
+    def __call__(self, **columns: Any) -> Sequence[float | None]:
+        """A number a completion; None or NaN leave it unscored.
+
+        Keywords, a list each: `prompts`, `completions`, `answers`, `completion_ids`, and the columns of the task's
+        rows; a function gets those that its signature names.
+        """
+
+
 @dataclass(frozen=True)
 class Scores:
-    """What each function gave each completion, NaN where nothing, and what is to be said of it."""
+    """What each function gave each completion, NaN where it gave nothing, and notes to report."""
 
     values: list[list[float]]  # [F][B]
     notes: list[str]
@@ -176,5 +188,5 @@ def _refuse_arguments(settings: RewardSettings) -> None:
         try:
             keywords = worker.keywords_of(function, settings.arguments, list(trial))
             worker.floats(function(**{k: trial[k] for k in keywords}, **settings.arguments), 1)
-        except (worker.RewardError, TypeError, ValueError) as error:
+        except (RewardError, TypeError, ValueError) as error:
             raise ConfigError(f"rewards: {settings.name}: {error}") from None

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from ..answer import as_number, last_answer
+from ..tasks.answer import as_number, last_answer
 
 PLAIN_TAGS = ("think", "answer")
 """The tags that the shipped system prompt `think` asks for; `calibrated` adds analysis and confidence."""

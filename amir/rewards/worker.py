@@ -18,16 +18,10 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
+from ..errors import RewardError, summary
+
 LARGEST_REWARD = 1e9
 """Sums of squares of such rewards are still finite in float32."""
-
-
-MOST_TOLD = 500
-"""Characters of an exception that are passed on."""
-
-
-class RewardError(Exception):
-    """What a reward function did wrong, in words."""
 
 
 def end_with_parent() -> None:
@@ -72,13 +66,8 @@ def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
     except BaseException as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         where = "; ".join(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in frames[-3:])
-        raise RewardError(f"raised {_told(error)} ({where})") from None
+        raise RewardError(f"raised {summary(error)} ({where})") from None
     return floats(result, count)
-
-
-def _told(error: BaseException) -> str:
-    text = str(error).encode(errors="backslashreplace").decode()
-    return f"{type(error).__name__}: {text[:MOST_TOLD]}{' ...' if len(text) > MOST_TOLD else ''}"
 
 
 async def _awaited(result: Any) -> Any:
@@ -109,7 +98,7 @@ def _module(place: str) -> Any:
     try:
         return _module_of_file(path) if is_file else importlib.import_module(place)
     except BaseException as error:  # noqa: BLE001 (the same)
-        raise RewardError(f"importing {place} raised {_told(error)}") from None
+        raise RewardError(f"importing {place} raised {summary(error)}") from None
 
 
 def _module_of_file(path: Path) -> Any:

@@ -1,8 +1,9 @@
-"""Tasks: where examples come from. One file a task; `load` turns its settings into a `Task`."""
+"""Tasks: where examples come from. One file a task; `load_task` turns its settings into a `Task`."""
 
 from collections.abc import Callable
 from typing import Any
 
+from ..config import ArithmeticTask, DatasetTask, Gsm8kTask
 from . import arithmetic, dataset, gsm8k
 from .task import Example, Task
 
@@ -12,4 +13,10 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "dataset": dataset.load,
 }
 
-__all__ = ["TASKS", "Example", "Task"]
+
+def load_task(settings: ArithmeticTask | Gsm8kTask | DatasetTask) -> Task:
+    """The examples of a run's `task`; ConfigError where they cannot be read."""
+    return TASKS[settings.name](settings)
+
+
+__all__ = ["TASKS", "Example", "Task", "load_task"]

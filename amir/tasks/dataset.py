@@ -5,8 +5,9 @@ import random
 import string
 from typing import Any
 
-from ..answer import last_boxed
-from ..config import ConfigError, DatasetTask
+from ..config import DatasetTask
+from ..errors import ConfigError
+from .answer import last_boxed
 from .rows import Row, read_rows
 from .task import Example, Task, disjoint
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, read_utf8
+from ..config_reader import read_utf8
+from ..errors import ConfigError
 
 READERS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of the files that are read here; anything else is looked up with `datasets.load_dataset`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import ConfigError
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)

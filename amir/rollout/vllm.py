@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from .config import ConfigError, RunConfig, ServerSampling
-from .model import Policy
-from .rollout import rollout_of
-from .server import AdapterGone, Client, Completion, Probe, Refused
+from ..config import RunConfig, ServerSampling
+from ..errors import AdapterUnknown, ConfigError, RequestRefused
+from ..policy.policy import Policy
+from ..tokens import pad_tokens
+from .http_client import Client
+from .server import Completion, Probe
 
 TOKEN = "token_id:"
 """How vLLM writes a token under `return_tokens_as_token_ids`."""
@@ -57,7 +59,7 @@ class Vllm:
             try:
                 body = {"lora_name": name, "lora_path": str(folder)}
                 self._client.post("/v1/load_lora_adapter", body, refusal=REJECTED)
-            except Refused as refused:
+            except RequestRefused as refused:
                 if refused.status != 404:
                     raise
                 if UNSEEN in str(refused):
@@ -75,7 +77,7 @@ class Vllm:
         """See `Dialect`."""
         try:
             self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status not in (400, 404):
                 raise
 
@@ -84,7 +86,7 @@ class Vllm:
         answer = self._ask(prompt, n=count, max_tokens=max_new_tokens, seed=seed, logprobs=0)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != count:
-            raise Refused(200, f"{len(choices)} choices came back, {count} were asked for")
+            raise RequestRefused(200, f"{len(choices)} choices came back, {count} were asked for")
         return [self._completion(choice, max_new_tokens) for choice in choices]
 
     def probe(self, prompts: list[list[int]]) -> Probe:
@@ -93,7 +95,7 @@ class Vllm:
         for place, prompt in enumerate(prompts):
             answer = self._ask(prompt, n=1, max_tokens=1, seed=0, logprobs=CANDIDATES)
             there = {_token(name): value for name, value in answer["choices"][0]["logprobs"]["top_logprobs"][0].items()}
-            tokens = rollout_of(self._policy, [prompt], [[token] for token in there]).tokens
+            tokens = pad_tokens([prompt], [[token] for token in there], self._policy.pad_id, self._policy.device)
             with torch.no_grad():
                 here = self._policy.logprobs(tokens)[:, 0].tolist()
             found |= {(place, token): (there[token], value) for token, value in zip(there, here, strict=True)}
@@ -117,9 +119,9 @@ class Vllm:
         }
         try:
             return self._client.post("/v1/completions", body)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status == 404:
-                raise AdapterGone from None
+                raise AdapterUnknown from None
             raise
 
     def _completion(self, choice: dict[str, Any], max_new_tokens: int) -> Completion:
@@ -132,11 +134,11 @@ class Vllm:
             wanted = (
                 f"1 to {max_new_tokens}, each with its log-prob, ended by that length or one of {self._policy.eos_ids}"
             )
-            raise Refused(200, f"a completion of {came}; expected {wanted}")
+            raise RequestRefused(200, f"a completion of {came}; expected {wanted}")
         return Completion(ids, [math.nan if v is None or v <= NO_LOGPROB else v for v in given])
 
 
 def _token(name: str) -> int:
     if not name.startswith(TOKEN):
-        raise Refused(200, f"token {name!r}: expected {TOKEN}N; the server ignores return_tokens_as_token_ids")
+        raise RequestRefused(200, f"token {name!r}: expected {TOKEN}N; the server ignores return_tokens_as_token_ids")
     return int(name.removeprefix(TOKEN))

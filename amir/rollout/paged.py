@@ -11,9 +11,11 @@ from typing import Any
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .config import ConfigError, PagedSampling, RunStopped
-from .model import Policy
-from .rollout import Rollout, generation_config, own_random_state, rollout_of
+from ..config import PagedSampling
+from ..errors import ConfigError, RunStopped
+from ..policy.policy import Policy
+from .generate import generation_config, own_random_state
+from .rollout import Rollout, make_rollout
 
 PAGE, FLASH_PAGE = 32, 256
 """Tokens of a page of the cache: flash-attention's paged kernel wants 256; for a mask, empty places are a waste."""
@@ -40,15 +42,15 @@ class Paged:
         engine = self._engine(prompts, group_size, max_new_tokens, seed)
         try:
             with own_random_state(self.policy.device), _modes_kept(self.policy.base):
-                found = self.policy.base.generate_batch(prompts, generation, engine)
+                results = self.policy.base.generate_batch(prompts, generation, engine)
         except MemoryError as error:
             raise RunStopped(f"sampler paged: {error}; expected a smaller sampler.cache_tokens") from None
-        outputs = list(found.values())
+        outputs = list(results.values())
         failed = [output.error for output in outputs if output.error is not None]
         if failed or len(outputs) != len(prompts) * group_size:
             reason = failed[0] if failed else f"{len(outputs)} of {len(prompts) * group_size} completions came back"
             raise RunStopped(f"sampler paged: generate_batch failed: {reason}")
-        return rollout_of(
+        return make_rollout(
             self.policy,
             prompts,
             [output.generated_tokens for output in outputs],
@@ -79,8 +81,8 @@ class Paged:
 def _modes_kept(model: Any) -> Iterator[None]:
     """Keeps the engine from calling `model.eval()`.
 
-    The model evaluates, but layers that checkpoint or are quantized stand in training mode, without which the first
-    would keep everything and the others lose their gradient.
+    The model is in evaluation mode but for layers that checkpoint or are quantized: those stay in training mode, since
+    the first would otherwise keep all activations and the others would lose their gradient.
     """
     model.eval = lambda: model
     try:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from amir_kernels import sequence_logprob
 
-from .batch import Batch
-from .config import RunConfig
-from .correction import mismatch_sums
-from .loss import Sums
-from .optim import learning_rate
+from ..config import RunConfig
+from ..update.batch import Batch
+from ..update.correction import mismatch_sums
+from ..update.gradient import Sums
+from ..update.optimizer import learning_rate
 
 METRICS = {
     "step": "optimizer steps so far; with num_iterations > 1, batches so far",
@@ -110,16 +110,16 @@ def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
         "zero_variance_groups": int((advantages == 0).sum()),
         "dead": int((~batch.live).sum()),
         "truncated": int(batch.truncated.sum()),
-        "pairs_formed": float(batch.chosen.sum()),
+        "pairs_formed": float(batch.pairs.total),
     }
     if batch.old_logprobs is not None:
         mean = sequence_logprob(batch.old_logprobs, batch.loss_mask).double()
-        sums["better_logprob_sum"] = float((batch.chosen * mean).sum())
-        sums["worse_logprob_sum"] = float((batch.rejected * mean).sum())
+        sums["better_logprob_sum"] = float((batch.pairs.chosen * mean).sum())
+        sums["worse_logprob_sum"] = float((batch.pairs.rejected * mean).sum())
         if batch.sampled_logprobs is not None:
             trained = batch.loss_mask & batch.live[:, None]
             sums |= mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction)
-    return sums if batch.scores is None else sums | _score_sums(batch.scores.double(), lengths, config)
+    return sums | _score_sums(batch.scores.double(), lengths, config)
 
 
 def _score_sums(scores: Tensor, lengths: Tensor, config: RunConfig) -> dict[str, float]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from .config import SYSTEM_PROMPTS, ConfigError, RunConfig
-from .tasks.task import Example
+from ..config import SYSTEM_PROMPTS, RunConfig
+from ..errors import ConfigError
+from .task import Example
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers.utils import is_flash_attn_greater_or_equal
 
+from ..errors import CannotPack
+
 NAME = "amir_packed"
 """Its name in Transformers' registry."""
 
@@ -23,12 +25,8 @@ HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache"
 """What a model may hand its attention beside what ours reads; anything else is a feature that ours would drop."""
 
 
-class Unpackable(RuntimeError):
-    """This model's attention cannot be replaced by ours; the message says why."""
-
-
 class Segment(NamedTuple):
-    """Consecutive tokens of one sequence; `prompt` is the place of the segment that they continue."""
+    """Consecutive tokens of one sequence; `prompt` is the index of the segment that they continue."""
 
     length: int
     prompt: int | None
@@ -38,12 +36,12 @@ class Segment(NamedTuple):
 class Segments:
     """A row of segments: who attends to whom.
 
-    `windows` fills with the sliding window that each layer asks for, `made` with masks, which the layers share.
+    `windows` collects the sliding window that each layer asks for, `masks` the masks, which the layers share.
     """
 
     segments: list[Segment]
     windows: dict[int, int | None] = field(default_factory=dict)
-    made: dict[Any, Tensor] = field(default_factory=dict)
+    masks: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -67,21 +65,21 @@ class Segments:
         """
         length, context, widest = self.lengths[place], self.contexts[place], max(self.contexts)
         key = (window, like.dtype, like.device)
-        if key not in self.made:
+        if key not in self.masks:
             longest = max(self.lengths)
             ahead = torch.arange(longest, device=like.device)[:, None] + widest
             ahead = ahead - torch.arange(widest + longest, device=like.device)
             hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
             band = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self.made[key] = band.masked_fill_(hidden, float("-inf"))
-        return self.made[key][:length, widest - context : widest + length]
+            self.masks[key] = band.masked_fill_(hidden, float("-inf"))
+        return self.masks[key][:length, widest - context : widest + length]
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cumulative queries and keys, int32 `[segments + 1]` each."""
-        if device not in self.made:
+        if device not in self.masks:
             ends = [[0, *accumulate(lengths)] for lengths in (self.lengths, self.key_lengths)]
-            self.made[device] = torch.tensor(ends, dtype=torch.int32, device=device)
-        return self.made[device][0], self.made[device][1]
+            self.masks[device] = torch.tensor(ends, dtype=torch.int32, device=device)
+        return self.masks[device][0], self.masks[device][1]
 
 
 class Scores(NamedTuple):
@@ -112,16 +110,16 @@ def packed_attention(
     the keys a query sees, itself included; `softcap` bounds scores by `softcap * tanh(score / softcap)`.
     """
     if packed_row is None:
-        raise Unpackable("its body does not hand keywords on to its attention")
+        raise CannotPack("its body does not hand keywords on to its attention")
     if attention_mask is not None:
-        raise Unpackable("it makes an attention mask of its own")
+        raise CannotPack("it makes an attention mask of its own")
     if is_causal is False or not getattr(module, "is_causal", True):
-        raise Unpackable("its attention is not causal")
+        raise CannotPack("its attention is not causal")
     if dropout:
-        raise Unpackable(f"its attention has a dropout of {dropout}")
+        raise CannotPack(f"its attention has a dropout of {dropout}")
     unknown = {name for name, given in others.items() if given is not None and given is not False} - HARMLESS
     if unknown:
-        raise Unpackable(f"its attention takes {', '.join(sorted(unknown))}")
+        raise CannotPack(f"its attention takes {', '.join(sorted(unknown))}")
     row = packed_row
     row.windows[getattr(module, "layer_idx", id(module))] = sliding_window
     window = None if sliding_window is None or sliding_window >= max(row.key_lengths) else sliding_window

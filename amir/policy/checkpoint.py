@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .config import ConfigError
-from .ranks import ALONE, Ranks, as_parts_of, whole
+from ..distributed import SINGLE_PROCESS, Ranks, gathered, sharded_like
+from ..errors import ConfigError
 
 FORMAT = 1
 
@@ -29,7 +29,7 @@ def save_checkpoint(
     model: Any,
     optimizer: torch.optim.Optimizer,
     named: dict[str, Tensor],
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Path:
     """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it; the first rank does.
 
@@ -77,7 +77,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
         if parts:
             optimizer.state[parameter] = {
-                key: _counted(t) if key == "step" else as_parts_of(t, parameter) for key, t in parts.items()
+                key: _counted(t) if key == "step" else sharded_like(t, parameter) for key, t in parts.items()
             }
     torch.set_rng_state(tensors["rng|cpu"])
     if "rng|cuda" in tensors and torch.cuda.is_available():
@@ -117,7 +117,7 @@ def _digest(path: Path) -> str:
 
 
 def save_result(
-    folder: Path, model: Any, tokenizer: Any, named: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+    folder: Path, model: Any, tokenizer: Any, named: dict[str, Tensor] | None = None, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
     """Writes the adapter alone, in PEFT's format, or a model that was trained whole, with its tokenizer.
 
@@ -138,7 +138,7 @@ def _whole_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[s
         return None
     weights = {}
     for name, parameter in named.items():
-        value = whole(parameter.detach())
+        value = gathered(parameter.detach())
         if ranks.first:
             weights[name] = value.cpu()
     return weights
@@ -160,7 +160,7 @@ def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
         for name, parameter in named.items():
             if tensors[name].shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {list(tensors[name].shape)}, expected {list(parameter.shape)}")
-            parameter.copy_(as_parts_of(tensors[name], parameter))
+            parameter.copy_(sharded_like(tensors[name], parameter))
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor
     tensors = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensor = whole(value.clone() if key.startswith("qmap") else torch.as_tensor(value))
+            tensor = gathered(value.clone() if key.startswith("qmap") else torch.as_tensor(value))
             if ranks.first:
                 tensors[f"{name}|{key}"] = tensor.cpu()
     return tensors

@@ -6,8 +6,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,17 +18,35 @@ from rich.progress import (
     ProgressColumn,
     TaskID,
     TextColumn,
-    TimeRemainingColumn,
 )
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from .config import RunStopped
+from ..errors import RunStopped
 
 
-class Silence:
-    """The display of the ranks that are not the first."""
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def begin(self, finished_steps: int) -> None:
+        """The run starts after so many steps of earlier processes."""
+
+    def phase(self, name: str) -> None:
+        """The step has entered a phase: sampling, rewarding, the training pass."""
+
+    def progress(self, done: int, total: int) -> None:
+        """So many of the phase's parts are done."""
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A step is finished; its metrics."""
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+
+
+class NullDisplay:
+    """Shows nothing: for ranks that are not the first, and for runs inside other programs."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,27 +55,33 @@ class Silence:
         pass
 
     def begin(self, finished_steps: int) -> None:
-        """Nothing."""
+        """Shows nothing."""
+
+    def phase(self, name: str) -> None:
+        """Shows nothing."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Shows nothing."""
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Nothing."""
+        """Shows nothing."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Shows nothing."""
 
 
 class _Output(Console):
     """The terminal, or what the output was sent to."""
 
     def on_broken_pipe(self) -> None:
-        """RunStopped instead of an end without a word."""
+        """RunStopped, where rich would exit without a message."""
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()
-        raise RunStopped("what read the output has closed it")
+        raise RunStopped("the program that read this output has closed the pipe")
 
 
 class Terminal:
-    """A progress bar under a line a step; the lines alone where there is no terminal."""
+    """A progress bar under a line a step; the lines alone where the output is no terminal."""
 
     def __init__(self, total_steps: int, tensorboard: Path, log: Callable[[str], None]) -> None:
         self.console = _Output()
@@ -64,10 +89,12 @@ class Terminal:
             tensorboard / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         )
         self._log = log
-        columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn()]
-        columns += [TextColumn("{task.description}"), TimeRemainingColumn(compact=True)]
+        self._total, self._first_step, self._began = total_steps, 0, time.monotonic()
+        self._phase = "starting"
+        columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("steps")]
+        columns += [TextColumn("{task.description}"), TextColumn("{task.fields[left]}")]
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._task: TaskID = self._progress.add_task("evaluating and sampling", total=total_steps)
+        self._task: TaskID = self._progress.add_task(self._phase, total=total_steps, left="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -78,10 +105,20 @@ class Terminal:
 
     def begin(self, finished_steps: int) -> None:
         """Starts the bar and TensorBoard's file after the steps that are done."""
+        self._first_step, self._began = finished_steps, time.monotonic()
         self._progress.update(self._task, completed=finished_steps)
-        first = finished_steps + 1  # TensorBoard forgets what earlier files have from this step on
+        first = finished_steps + 1  # TensorBoard drops what earlier files have from this step on
         restart = Event(step=first, session_log=SessionLog(status=SessionLog.START))
         self._append(Event(step=first, file_version="brain.Event:2"), restart)
+
+    def phase(self, name: str) -> None:
+        """Shows beside the bar what the step is doing."""
+        self._phase = name
+        self._progress.update(self._task, description=name)
+
+    def progress(self, done: int, total: int) -> None:
+        """Shows beside the bar how many micro-batches of the phase are done."""
+        self._progress.update(self._task, description=f"{self._phase}, micro-batch {done + 1}/{total}")
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Shows one step and adds it to TensorBoard."""
@@ -91,18 +128,24 @@ class Terminal:
             f"{shown}  pairs {metrics['pairs']:3d}  {metrics['completion_tokens']:.0f} tokens  "
             f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
-        self._progress.update(self._task, completed=metrics["step"], description=summary)
-        line = f"step {metrics['step']:4d}  {summary}  {metrics['step_seconds']:.1f} s"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        left = self._time_left(metrics["step"])
+        self._progress.update(self._task, completed=metrics["step"], left=left)
+        line = f"step {metrics['step']:4d}/{self._total}  {summary}  {metrics['step_seconds']:.1f} s  {left}"
+        self.console.print(line.rstrip(), highlight=False, soft_wrap=True)
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
         self._append(Event(step=metrics["step"], summary=Summary(value=values)))
+
+    def _time_left(self, step: int) -> str:
+        """Of the whole run, at the pace of this process's steps so far, evaluations and checkpoints included."""
+        pace = (time.monotonic() - self._began) / max(step - self._first_step, 1)
+        return f"{timedelta(seconds=round(pace * (self._total - step)))} left" if step < self._total else ""
 
     def say(self, text: str) -> None:
         """Shows a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _append(self, *events: Event) -> None:
-        """Adds to TensorBoard's file. One that cannot be written is said, and the run goes on: it is a view only."""
+        """Adds to TensorBoard's file. Where it cannot be written, the run says so once and continues."""
         if self._events is None:
             return
         try:
@@ -112,7 +155,8 @@ class Terminal:
                     event.wall_time = time.time()
                     RecordWriter(file).write(event.SerializeToString())
         except OSError as error:
-            text = f"{self._events}: cannot be written ({error.strerror}); metrics.jsonl has what TensorBoard lacks"
+            reason = f"cannot be written ({error.strerror})"
+            text = f"{self._events}: {reason}; the run continues, and metrics.jsonl has every value"
             self._events = None
             self._log(text)
             self.say(text)

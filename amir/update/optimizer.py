@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import DIVERGED, RunConfig, RunStopped
-from .ranks import whole
+from ..config import RunConfig
+from ..distributed import gathered
+from ..errors import DIVERGED, RunStopped
 
 
 def make_optimizer(config: RunConfig, named: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -44,7 +45,7 @@ def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int)
     RunStopped where that is NaN or infinite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = whole(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
+    norm = gathered(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if not norm.isfinite():
         raise RunStopped(
             f"step {step}: the gradient is not finite (norm {norm.item()}), no weight was changed; {DIVERGED}"

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amir_kernels import LogprobEntropy, Support, linear_logprob, linear_logprob_entropy
 
-from .batch import Tokens
+from ..distributed import SINGLE_PROCESS, Forward, Ranks, average_gradients, replicated, run_gathered, sharded
+from ..tokens import Tokens
 from .packing import hidden_states, why_unpacked
-from .ranks import ALONE, Forward, Ranks, average_gradients, copied, run_whole, sharded
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ REFERENCE = "ref"
 
 @dataclass
 class Policy:
-    """A PEFT model, or a bare one that is trained whole, with what sampling and scoring need beside it."""
+    """A PEFT model, or one whose every weight is trained, with what sampling and scoring need beside it."""
 
     model: Any
     tokenizer: Any
@@ -35,13 +35,13 @@ class Policy:
     eos_ids: list[int]
     temperature: float
     frozen: Support | None = None
-    """a copy that is the reference of a model trained whole"""
-    ranks: Ranks = ALONE
+    """a frozen copy: the reference where every weight is trained"""
+    ranks: Ranks = SINGLE_PROCESS
 
     def __post_init__(self) -> None:
         self.vocabulary_size: int = self.support.weight.shape[0]
         self.forward: nn.Module = Forward(self.model)
-        self.copies: DistributedDataParallel | None = None
+        self.replicas: DistributedDataParallel | None = None
         self.frozen_forward = Forward(self.frozen.body, self.frozen.head) if self.frozen else None  # type: ignore[arg-type]
 
     @property
@@ -73,15 +73,15 @@ class Policy:
         """The trained parameters by name, in a fixed order."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def spread(self, ranks: Ranks, compute: torch.dtype) -> None:
-        """Makes the policy one of several ranks': DDP for an adapter, FSDP2 with products in `compute` for a model."""
+    def distribute(self, ranks: Ranks, compute: torch.dtype) -> None:
+        """Distributes the policy over ranks: an adapter by DDP, every weight by FSDP2 with products in `compute`."""
         if ranks.size == 1:
             return
         self.ranks = ranks
         if not self.sharded:
-            self.copies = copied(self.forward)  # type: ignore[arg-type]
+            self.replicas = replicated(self.forward)  # type: ignore[arg-type]
             return
-        _ = self.packed  # tried while the weights are whole
+        _ = self.packed  # probed now, while the weights are not sharded yet
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.forward = sharded(self.forward, device, compute, ranks.size)  # type: ignore[arg-type]
         if self.frozen_forward is not None:
@@ -89,17 +89,17 @@ class Policy:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of every weight."""
+        """Whether each rank holds a shard of every weight."""
         return self.ranks.size > 1 and not isinstance(self.model, PeftModel)
 
     def whole(self, run: Callable[[], Result]) -> Result:
-        """`run()`, which may call the model as often as it likes, with every weight whole on this rank."""
-        return run_whole(self.forward, run) if self.sharded else run()
+        """`run()`, which may call the model any number of times, with every weight gathered on this rank."""
+        return run_gathered(self.forward, run) if self.sharded else run()
 
     def average_gradients(self) -> None:
-        """After a step's micro-batches: averages copies over the ranks. Parts of a model have been in each backward."""
-        if self.copies is not None:
-            average_gradients(self.copies)
+        """Averages the gradients of DDP's replicas after a step's micro-batches; FSDP2 reduces in each backward."""
+        if self.replicas is not None:
+            average_gradients(self.replicas)
 
     def logprobs(self, tokens: Tokens) -> Tensor:
         """Log-prob of each completion token at the sampling temperature, float32 `[B, C]`; 0 where masked."""
@@ -119,14 +119,15 @@ class Policy:
 
     def _logprobs_entropy(self, tokens: Tokens) -> LogprobEntropy:
         hidden, target = self._hidden_and_target(tokens)
-        made = linear_logprob_entropy(hidden, self.support.weight, target, temperature=self.temperature, **self._head)
-        return LogprobEntropy(*(_padded(values, tokens) for values in made))
+        result = linear_logprob_entropy(hidden, self.support.weight, target, temperature=self.temperature, **self._head)
+        return LogprobEntropy(*(_padded(values, tokens) for values in result))
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
         """Within it the policy is the reference policy, and nothing is recorded for backward.
 
-        That is the model without its adapter, or with the adapter it started from, or the frozen copy.
+        The reference is the model without its adapter, or with the adapter that training started from, or the frozen
+        copy.
         """
         with torch.no_grad():
             if not isinstance(self.model, PeftModel):
@@ -143,7 +144,10 @@ class Policy:
 
     def _with_frozen_copy(self) -> Iterator[None]:
         if self.frozen is None:
-            raise ValueError("this policy was made without a reference: no loss of its run asked for one")
+            raise ValueError(
+                "this policy has no reference model, since no loss of its run needs one; expected beta > 0, or "
+                "lambda_reg > 0 with ref_free: false, when it is loaded"
+            )
         trained = self.support, self.forward
         self.support, self.forward = self.frozen, self.frozen_forward  # type: ignore[assignment]
         try:

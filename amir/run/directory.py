@@ -1,13 +1,13 @@
-"""A run's folder: what was configured, measured, sampled and saved. Nothing in it is overwritten or lost.
+"""A run's folder: configuration, metrics, completions, checkpoints. Nothing in it is overwritten or lost.
 
-config.yaml        the resolved config
+config.yaml        the resolved configuration
 metrics.jsonl      a line a step
 evaluations.jsonl  a line an evaluation
-completions/       what was sampled and its rewards, a file a step
+completions/       every sampled completion with its rewards, a file a step
 checkpoints/       step-N folders
-tensorboard/       the metrics again
-log.txt            what was said
-superseded/        steps after the checkpoint that a resumed run took again
+tensorboard/       the metrics for TensorBoard
+log.txt            the messages of the run, dated
+superseded/        records of steps after a checkpoint that a resumed run repeated
 """
 
 import contextlib
@@ -23,30 +23,36 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock, Timeout
 
-from .config import ConfigError, PagedSampling, RunConfig, RunLost, ServerSampling, config_yaml
+from ..config import PagedSampling, RunConfig, ServerSampling
+from ..config_reader import config_yaml
+from ..errors import ConfigError, RunDirectoryLost
 
 
 class RunDirectory:
     """Opens (and locks) a run's folder; `resume` continues in one that exists, otherwise it must be new.
 
-    A run that never starts leaves nothing: what was said is written, and the folder stays, from `start` on.
+    A run that never starts leaves nothing: messages are written, and the folder is kept, from `start` on.
     """
 
-    def __init__(self, path: Path, config: RunConfig, *, resume: bool) -> None:
+    def __init__(self, path: Path, config: RunConfig, *, resume: bool = False) -> None:
         self.path = path
         check_run_directory(path, config, resume=resume)
         self._config = config
         self._started = resume
         self._unwritten: list[str] = []
-        self._made = [folder for folder in [path, *path.parents] if not folder.exists()]
+        self._created = [folder for folder in [path, *path.parents] if not folder.exists()]
         self._lock = FileLock(path / ".lock")
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise ConfigError(f"output_dir = {str(path)!r}: another process is running in it") from None
+            raise ConfigError(
+                f"output_dir = {str(path)!r}: another process is using it; wait for that run, or name another folder"
+            ) from None
         except OSError as error:
-            raise ConfigError(f"output_dir = {str(path)!r}: cannot be written to: {error.strerror}") from None
+            raise ConfigError(
+                f"output_dir = {str(path)!r}: cannot be written to ({error.strerror}); expected a writable folder"
+            ) from None
 
     def start(self) -> None:
         """Makes it a run's folder: from now on it holds its config, and starting anew in it is refused."""
@@ -86,7 +92,7 @@ class RunDirectory:
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
-        self._refuse_loss()
+        self._check_exists()
         path = self.path / f"{name}.jsonl"
         with _named(path), path.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
@@ -95,7 +101,7 @@ class RunDirectory:
 
     def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Writes completions/KIND-STEP.jsonl, a line a completion."""
-        self._refuse_loss()
+        self._check_exists()
         _write_lines(self.path / "completions" / f"{kind}-{step:06d}.jsonl", rows)
 
     def log(self, text: str) -> None:
@@ -103,16 +109,16 @@ class RunDirectory:
         if not self._started:
             self._unwritten.append(text)
             return
-        self._refuse_loss()
+        self._check_exists()
         with _named(self.path / "log.txt"), (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
-    def _refuse_loss(self) -> None:
-        """RunLost where the folder that was started is no longer at its path: nothing of it is made there again."""
+    def _check_exists(self) -> None:
+        """RunDirectoryLost where the run's folder is no longer at its path: it is not created again."""
         if self._started and not (self.path / "config.yaml").exists():
-            raise RunLost(
+            raise RunDirectoryLost(
                 f"{self.path}: the run's folder was deleted or moved. Move it back and add --resume to the same "
-                "command; if it is lost, the same command starts from step 1"
+                "command; if it is gone, the same command starts from step 1"
             )
 
     def __enter__(self) -> Self:
@@ -120,47 +126,47 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            with contextlib.suppress(OSError, RunLost):
+            with contextlib.suppress(OSError, RunDirectoryLost):
                 self.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
         self.close()
         if isinstance(error, OSError):
-            self._refuse_loss()
+            self._check_exists()
 
     def close(self) -> None:
-        """Gives the folder free; removes it where the run never started and this object made it."""
+        """Releases the lock; removes the folder where the run never started and this object created it."""
         if not self._started:
             (self.path / ".lock").unlink(missing_ok=True)
         self._lock.release()
-        for folder in self._made if not self._started else ():
+        for folder in self._created if not self._started else ():
             if not any(folder.iterdir()):
                 folder.rmdir()
 
 
-class ForeignDirectory(RunDirectory):
-    """A run's folder as the ranks see it that are not the first: they read checkpoints and write nothing."""
+class ReadOnlyRunDirectory(RunDirectory):
+    """A run's folder for ranks that are not the first: they read checkpoints and write nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._started = False
 
     def start(self) -> None:
-        """Nothing: the first rank makes the folder."""
+        """Writes nothing: the first rank creates the folder."""
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Nothing: the first rank knows the rows."""
+        """Changes nothing: the first rank does. Returns no rows."""
         return []
 
     def record(self, name: str, row: dict[str, Any]) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
     def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Nothing: the first rank has every rank's."""
+        """Writes nothing: the first rank has the completions of every rank."""
 
     def log(self, text: str) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Writes nothing."""
 
 
 def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
@@ -213,9 +219,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+            raise ConfigError(f"{path}, line {number}: not JSON ({error}); correct or remove the line") from None
         if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("step"), int):
-            raise ConfigError(f"{path}, line {number}: holds no step; mend or remove the line")
+            raise ConfigError(
+                f"{path}, line {number}: an object with an integer 'step' is expected; correct or remove the line"
+            )
     return rows
 
 
@@ -224,9 +232,9 @@ MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activati
 MAY_CHANGE |= {"rewards.timeout_seconds"}
 MAY_CHANGE |= {f"sampler.{key}" for kind in (PagedSampling, ServerSampling) for key in kind.model_fields}
 MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
-"""Settings that a resumed run may change: how far, how long to wait, what to save and show, what fits into memory.
+"""Settings that a resumed run may change: its length, time limits, what it saves and shows, what fits into memory.
 
-Every other one would make it another run.
+A change of any other would make it a different run.
 """
 
 
@@ -237,24 +245,32 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     except OSError as error:
         raise ConfigError(f"output_dir = {str(path)!r}: {error.strerror}") from None
     if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"output_dir = {str(path)!r}: {str(standing)!r} is not a folder that can be written to")
+        raise ConfigError(
+            f"output_dir = {str(path)!r}: {str(standing)!r} is not a writable folder; name another output_dir"
+        )
     if not resume:
         if (path / "config.yaml").exists():
-            raise ConfigError(f"output_dir = {str(path)!r}: holds a run; add --resume to continue it, or name another")
+            raise ConfigError(
+                f"output_dir = {str(path)!r}: it holds a run; add --resume to continue it, or name another folder"
+            )
         return
     if not (path / "config.yaml").exists():
-        raise ConfigError(f"output_dir = {str(path)!r}: holds no run to resume")
+        raise ConfigError(f"output_dir = {str(path)!r}: it holds no run to resume; leave out --resume to start one")
     try:
         saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
     except OSError as error:
-        raise ConfigError(f"{path / 'config.yaml'}: cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path / 'config.yaml'}: cannot be read ({error.strerror}); make it readable to resume"
+        ) from None
     except (yaml.YAMLError, TypeError, ValueError):
-        raise ConfigError(f"{path / 'config.yaml'}: damaged; write the run's config there again to resume") from None
+        raise ConfigError(
+            f"{path / 'config.yaml'}: damaged, not a YAML mapping; restore the run's configuration there to resume"
+        ) from None
     for key, before, now in _changes(saved, yaml.safe_load(config_yaml(config))):
         if key not in MAY_CHANGE:
             raise ConfigError(
-                f"{key} = {now!r}: the run in {str(path)!r} has {before!r}; a resumed run keeps it "
-                f"(it may change {', '.join(sorted(MAY_CHANGE))})"
+                f"{key} = {now!r}: the run in {str(path)!r} has {before!r}, and a resumed run must keep it; it may "
+                f"change {', '.join(sorted(MAY_CHANGE))}"
             )
 
 

@@ -1,0 +1,135 @@
+"""What saves memory: quantized weights, checkpointed and offloaded layers, Liger's layers, glibc's allocator."""
+
+import contextlib
+import ctypes
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import BitsAndBytesConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..config import RunConfig, gpu_only_settings
+from ..errors import ConfigError
+from .packing import checkpoint_contexts
+
+
+def refuse_unavailable(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError for a setting that cannot work on this machine, before anything large is loaded."""
+    for setting in gpu_only_settings(config) if device.type != "cuda" else ():
+        raise ConfigError(f"{setting}: needs a GPU, and this run is on the {device.type}; leave the setting out")
+    needs_package = {
+        "attn_implementation = 'flash_attention_2'": ("flash_attn", config.attn_implementation == "flash_attention_2"),
+        "liger_layers": ("liger_kernel", config.liger_layers),
+        f"quantization = {config.quantization!r}": ("bitsandbytes", config.quantization is not None),
+        "optimizer = 'adamw_8bit'": ("bitsandbytes", config.optimizer == "adamw_8bit"),
+    }
+    for option, (package, wanted) in needs_package.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{option}: the package {package} is not installed; pip install 'amir-grpo[gpu]'")
+
+
+def quantization_arguments(config: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for bitsandbytes: products in `dtype`; embeddings, norms and head stay in it too.
+
+    PEFT's preparation of quantized models is not used: it copies embeddings, norms and head to float32, which would
+    cost most of the memory that quantization saves.
+    """
+    if config.quantization is None:
+        return {}
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if config.quantization == "8bit"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def keep_differentiable(base: Any) -> None:
+    """Keeps quantized layers out of the form that bitsandbytes gives them for inference on CPUs: it has no gradient."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for layer in (module for module in base.modules() if isinstance(module, Linear4bit | Linear8bitLt)):
+        layer.training = True
+
+
+def apply_liger_layers(base: Any) -> None:
+    """Puts Liger's norms, rotary embeddings and MLPs into the model, and into its family's module in this process.
+
+    Its fused loss stays out: the head op takes the hidden states.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    family = base.config.model_type
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"liger_layers: Liger has no layers for model type {family!r}; set liger_layers: false")
+    _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def checkpoint_layers(body: Any, *, offload: bool) -> None:
+    """Makes each layer keep only its input and recompute its activations in the backward.
+
+    A layer checkpoints where its own `training` is true; its submodules stay in evaluation mode, so no dropout is
+    active. `offload`: the inputs are kept in pinned CPU memory.
+    """
+    layers: list[Any] = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"gradient_checkpointing: {type(body).__name__} has no layers that can be checkpointed; set it to false"
+        )
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts(body))
+    for layer in layers:
+        layer.gradient_checkpointing = layer.training = True
+        layer._gradient_checkpointing_func = partial(_offloaded, recompute) if offload else recompute
+
+
+def _offloaded(recompute: Any, layer: Any, *inputs: Tensor) -> Any:
+    with saved_tensors_hooks(_to_cpu, _from_cpu):
+        return recompute(layer, *inputs)
+
+
+def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, held.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _from_cpu(held: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = held
+    return tensor.to(device, non_blocking=True)
+
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
+
+
+@contextlib.contextmanager
+def mmap_large_allocations() -> Iterator[None]:
+    """While active, glibc serves CPU allocations of 1 MiB and more by mmap when its heap has no free block for them.
+
+    Such allocations go back to the system as soon as they are freed. On the heap, the temporary tensors of a
+    micro-batch leave holes between those kept for its backward: a quarter of the resident memory. Afterwards the
+    threshold is 32 MiB, glibc's own upper bound, since rollouts reuse the same blocks. Other C libraries are left as
+    they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

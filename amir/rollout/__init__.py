@@ -1,0 +1,1 @@
+"""Rollouts: what samples completions, and what it returns."""

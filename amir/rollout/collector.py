@@ -1,0 +1,102 @@
+"""Completions of prompts with their scores: each rank samples and rewards its share, then all of them hold everything.
+
+N prompts, B = N * group size completions, F reward functions.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import RunConfig
+from ..policy.policy import Policy
+from ..rewards import Rewards, total_reward
+from ..tasks.prompts import Prompt
+from .rollout import Rollout, Sampler, concatenate
+
+
+@dataclass(frozen=True)
+class Collector:
+    """A run's sampler and rewards."""
+
+    config: RunConfig
+    policy: Policy
+    sampler: Sampler
+    rewards: Rewards
+    say: Callable[[str], None]
+
+    def sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout | None:
+        """Completions of this rank's share of the prompts; None where it has none of them.
+
+        `stream` names the random stream: a step, a round of a step, an evaluation.
+        """
+        ranks, own = self.policy.ranks, self._share(prompts)
+        if not own and not self.policy.sharded:
+            return None
+        seed = derived_seed(self.config.seed, ranks.name(stream))
+        ids = [prompt.ids for prompt in own or prompts[:1]]  # a rank without a share takes part: its shards are needed
+        with ranks.raise_on_all_ranks():
+            rollout = self.sampler.sample(ids, group_size, self.config.max_completion_length, seed)
+        return rollout if own else None
+
+    def reward(self, prompts: list[Prompt], rollout: Rollout | None) -> tuple[Rollout, Tensor]:
+        """The completions of all prompts and their scores, float32 `[B, F]`, NaN where a function gave none.
+
+        `rollout`: what `sample` returned on this rank.
+        """
+        ranks = self.policy.ranks
+        with ranks.raise_on_all_ranks():
+            part = None if rollout is None else (rollout, *self._score(rollout, self._share(prompts)))
+        parts = [part for part in ranks.gather(part) if part is not None]
+        rollouts, scores, notes = zip(*parts, strict=True)
+        for note in [note for notes_of_rank in notes for note in notes_of_rank]:
+            self.say(note)
+        return concatenate(rollouts), torch.cat(scores)
+
+    def _share(self, prompts: list[Prompt]) -> list[Prompt]:
+        """This rank's part of the prompts; a server is asked by the first rank for all."""
+        ranks = self.policy.ranks
+        if self.config.sampler.name == "server":
+            return prompts if ranks.first else []
+        return list(ranks.share(prompts))
+
+    def _score(self, rollout: Rollout, prompts: list[Prompt]) -> tuple[Tensor, list[str]]:
+        """What each function gives each completion, float32 `[B, F]`, and the notes to report."""
+        examples = [prompt.example for prompt in prompts for _ in range(rollout.group_size)]
+        scores = self.rewards(examples, rollout.texts, rollout.completions)
+        values = torch.tensor(scores.values).T.contiguous()
+        if rollout.unusable is not None:
+            values = values.masked_fill(torch.tensor(rollout.unusable)[:, None], math.nan)
+        return values, scores.notes
+
+
+def completion_records(
+    prompts: list[Prompt], rollout: Rollout, scores: Tensor, config: RunConfig
+) -> list[dict[str, Any]]:
+    """What is kept of each completion on disk. `scores` `[B, F]`."""
+    names = [reward.label for reward in config.rewards]
+    rewards = total_reward(scores, config.rewards)
+    return [
+        {
+            "question": prompts[row // rollout.group_size].example.question,
+            "answer": prompts[row // rollout.group_size].example.answer,
+            "completion": text,
+            "reward": float(rewards[row]),
+            "rewards": {
+                name: None if math.isnan(value) else value
+                for name, value in zip(names, scores[row].tolist(), strict=True)
+            },
+            "tokens": len(rollout.completions[row]),
+            "truncated": rollout.truncated[row],
+        }
+        for row, text in enumerate(rollout.texts)
+    ]
+
+
+def derived_seed(seed: int, stream: int | str) -> int:
+    """A separate seed for each stream of a run (a step, an evaluation), so that resuming needs no sampler state."""
+    return random.Random(f"{seed}/{stream}").getrandbits(63)

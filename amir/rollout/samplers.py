@@ -1,0 +1,42 @@
+"""The sampler that a run's configuration names: `generate`, `paged`, or a server in one of its dialects."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import PagedSampling, RunConfig, ServerSampling
+from ..errors import ConfigError, RequestRefused
+from ..policy.policy import Policy
+from .generate import Generate
+from .rollout import Sampler
+
+
+def make_sampler(config: RunConfig, policy: Policy, folder: Path, say: Callable[[str], None]) -> Sampler:
+    """The run's sampler; a server reads adapters from `folder`, and `say` reports when it is down."""
+    if isinstance(config.sampler, ServerSampling):
+        return _server(config, config.sampler, policy, folder, say)
+    if isinstance(config.sampler, PagedSampling):
+        from .paged import Paged
+
+        return Paged(policy, config.sampler)
+    return Generate(policy)
+
+
+def _server(
+    config: RunConfig, settings: ServerSampling, policy: Policy, folder: Path, say: Callable[[str], None]
+) -> Sampler:
+    """Imported here, so that other runs load no HTTP client."""
+    from .http_client import Client
+    from .server import Dialect, Server
+    from .transformers_serve import TransformersServe
+    from .vllm import Vllm
+
+    client = Client(settings, say)
+    dialect: Dialect
+    try:
+        if settings.dialect == "transformers":
+            dialect = TransformersServe(policy, client)
+        else:
+            dialect = Vllm(policy, client, config)
+    except RequestRefused as refused:
+        raise ConfigError(f"sampler.url = {settings.url!r}: the server refuses: {refused}") from None
+    return Server(policy, settings, client, dialect, folder)

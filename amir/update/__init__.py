@@ -1,0 +1,1 @@
+"""The update: from a rollout to an optimizer step."""

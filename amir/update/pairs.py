@@ -1,0 +1,50 @@
+"""The pair term of an optimizer step: which completions are compared, and what that gives once they have scores.
+
+A pair is two completions of one prompt whose rewards differ by more than the margin. Which pairs there are follows from
+the rewards alone, before any forward pass; loss and gradient follow from scores, the sequence log-ratios.
+
+B completions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amir_kernels.preference_loss import PairRule, PreferenceTerms, preference_terms
+
+from ..config import RunConfig
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a whole step, counted by completion."""
+
+    rule: PairRule
+    rewards: Tensor  # float32 [B]
+    group: Tensor  # int64 [B], group ids
+    chosen: Tensor  # int64 [B], pairs whose better completion this is
+    rejected: Tensor  # int64 [B], pairs whose worse completion this is
+    total: Tensor  # int64 scalar
+
+    @property
+    def participants(self) -> Tensor:
+        """Completions that some pair holds, bool `[B]`."""
+        return (self.chosen + self.rejected) > 0
+
+    def terms(self, scores: Tensor, rows: Tensor) -> PreferenceTerms:
+        """Loss, weights d loss / d score `[B]` and counts of the pairs among `rows`, with the step's number as divisor.
+
+        `scores` `[B]`: log-ratio of each completion to the reference, in nats; `rows` bool `[B]`, whole groups.
+        """
+        return preference_terms(scores, self.rewards, self.group, self.rule, num_pairs=self.total, valid=rows)
+
+
+def form_pairs(rewards: Tensor, group: Tensor, valid: Tensor, config: RunConfig) -> Pairs:
+    """The pairs of a step's rewards `[B]`; none without a pair term. `valid` bool `[B]`: completions that may pair."""
+    rule = PairRule(config.beta_dpo, config.reward_margin, config.pair_mining, config.max_pairs_per_group)
+    if config.lambda_reg == 0:
+        none = torch.zeros_like(group)
+        return Pairs(rule, rewards, group, none, none, none.sum())
+    terms = preference_terms(torch.zeros_like(rewards), rewards, group, rule, valid=valid)
+    return Pairs(rule, rewards, group, terms.chosen, terms.rejected, terms.pairs)
