@@ -1,6 +1,7 @@
 """What the head op must reach beside its contenders, figured from rows of `bench_linear_logprob.py`.
 
-A case is "<head>, <mode>, ..."; the contenders are those named here.
+A row's workload names the head (`model`, `hidden_size`, `vocabulary`), the `mode` and the `tokens`; the contenders are
+those named here.
 """
 
 from collections.abc import Iterable
@@ -48,13 +49,16 @@ class Bar:
 
 
 def head_and_mode(row: Row) -> tuple[str, str]:
-    """Of a row's case."""
-    head, mode, *_ = row["case"].split(", ")
-    return head, mode
+    """The head in words, and the mode: FROZEN, TRAINED or GROWTH."""
+    workload = row["workload"]
+    return f"{workload['model']} {workload['hidden_size']} x {workload['vocabulary']:,}", workload["mode"]
 
 
 def latest_runs(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
-    """For each head and mode the rows of its newest run, by contender (by case in `growth`)."""
+    """For each head and mode the rows of its newest run, by contender; in `growth` by contender and tokens.
+
+    A bar compares contenders that took turns in one run, so a newer run replaces the older one whole.
+    """
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["bench"] == "linear_logprob":
@@ -72,8 +76,8 @@ def name_of(row: Row) -> str:
 
 
 def tokens_of(row: Row) -> int:
-    """T of a case of `growth`: "<head>, growth, frozen head, T = 1,024, float32"."""
-    return int(row["case"].split("T = ")[1].split(", float")[0].replace(",", ""))
+    """T, the number of rows of hidden states."""
+    return int(row["workload"]["tokens"])
 
 
 def bars(rows: Iterable[Row]) -> list[Bar]:
