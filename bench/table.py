@@ -141,7 +141,7 @@ def section(
     parts = []
     for words, group in groups.items():
         of_rival = [compared(group)] if compares else []
-        parts += [f"**{words}**"] if words else []
+        parts += [f"**{words[0].upper()}{words[1:]}**"] if words else []
         parts.append(listing(group, [*columns, *of_rival, *run]))
     return "\n\n".join([*parts, conditions(shown)])
 
@@ -407,7 +407,7 @@ def headline(rows: Sequence[Row]) -> str:
         run = heads[model, mode]
         used += run.values()
         sizes = run[op]["workload"]
-        shape = f"{sizes['tokens']:,} tokens, {sizes['hidden_size']} × {sizes['vocabulary']:,}"
+        shape = f"{sizes['tokens']:,} tokens, H = {sizes['hidden_size']}, V = {sizes['vocabulary']:,}"
         lines.append((f"`{op}`, {mode}", shape, measured(run[op]), *(measured(fastest(run, peer)) for peer in PEERS)))
     (eager, ours) = newest(of("preference_loss", rows, rows=512, group_size=8))
     used.append(ours)
