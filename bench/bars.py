@@ -1,4 +1,4 @@
-"""What the head op must reach beside its contenders, figured from rows of `bench_linear_logprob.py`.
+"""The bounds of the head ops beside their contenders, computed from rows of `bench_linear_logprob.py`.
 
 A row's workload names the head (`model`, `hidden_size`, `vocabulary`), the `mode` and the `tokens`; the contenders are
 those named here.
@@ -19,19 +19,19 @@ FLOPS = {(OURS, FROZEN): 6, (OURS, TRAINED): 8, (FUSED, FROZEN): 4, (FUSED, TRAI
 """Of forward and backward, in T H V."""
 
 GROWN_TIME = 1.1
-"""Seconds per token at the longest T over those at the shortest: more is not linear."""
+"""Upper bound of the seconds per token at the longest T over those at the shortest; above it time is not linear."""
 GROWN_SCRATCH = 1.1
-"""Scratch at the longest T over that at a quarter of it: more is not flat."""
+"""Upper bound of the scratch at the longest T over that at a quarter of it; above it scratch grows with T."""
 
 
 def bare(flops: int) -> str:
-    """The bare products of so many T H V flops."""
+    """The name of the bare products with this many T H V flops."""
     return f"bare GEMMs, {flops} T H V"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure and what it may be at most."""
+    """A ratio and its upper bound."""
 
     head: str
     mode: str
@@ -81,7 +81,7 @@ def tokens_of(row: Row) -> int:
 
 
 def bars(rows: Iterable[Row]) -> list[Bar]:
-    """Every bar whose contenders were measured."""
+    """Every bound whose contenders were measured."""
     found = []
     for (head, mode), run in latest_runs(rows).items():
         if mode == GROWTH:
@@ -120,7 +120,7 @@ def _figures(mode: str, run: dict[str, Row]) -> list[tuple[str, str, float | Non
 
 
 def growth_bars(head: str, run: dict[str, Row]) -> list[Bar]:
-    """Time linear, scratch flat."""
+    """Two bounds: time grows linearly with the tokens, and scratch does not grow."""
     found = []
     for contender in (OURS, FUSED):
         by_tokens = {tokens_of(row): row for row in run.values() if row["contender"] == contender}
