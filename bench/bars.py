@@ -1,6 +1,7 @@
-"""What the head op must reach beside its contenders, figured from rows of `bench_linear_logprob.py`.
+"""The bounds of the head ops beside their contenders, computed from rows of `bench_linear_logprob.py`.
 
-A case is "<head>, <mode>, ..."; the contenders are those named here.
+A row's workload names the head (`model`, `hidden_size`, `vocabulary`), the `mode` and the `tokens`; the contenders are
+those named here.
 """
 
 from collections.abc import Iterable
@@ -18,19 +19,19 @@ FLOPS = {(OURS, FROZEN): 6, (OURS, TRAINED): 8, (FUSED, FROZEN): 4, (FUSED, TRAI
 """Of forward and backward, in T H V."""
 
 GROWN_TIME = 1.1
-"""Seconds per token at the longest T over those at the shortest: more is not linear."""
+"""Upper bound of the seconds per token at the longest T over those at the shortest; above it time is not linear."""
 GROWN_SCRATCH = 1.1
-"""Scratch at the longest T over that at a quarter of it: more is not flat."""
+"""Upper bound of the scratch at the longest T over that at a quarter of it; above it scratch grows with T."""
 
 
 def bare(flops: int) -> str:
-    """The bare products of so many T H V flops."""
+    """The name of the bare products with this many T H V flops."""
     return f"bare GEMMs, {flops} T H V"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure and what it may be at most."""
+    """A ratio and its upper bound."""
 
     head: str
     mode: str
@@ -48,13 +49,16 @@ class Bar:
 
 
 def head_and_mode(row: Row) -> tuple[str, str]:
-    """Of a row's case."""
-    head, mode, *_ = row["case"].split(", ")
-    return head, mode
+    """The head in words, and the mode: FROZEN, TRAINED or GROWTH."""
+    workload = row["workload"]
+    return f"{workload['model']} {workload['hidden_size']} x {workload['vocabulary']:,}", workload["mode"]
 
 
 def latest_runs(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
-    """For each head and mode the rows of its newest run, by contender (by case in `growth`)."""
+    """For each head and mode the rows of its newest run, by contender; in `growth` by contender and tokens.
+
+    A bar compares contenders that took turns in one run, so a newer run replaces the older one whole.
+    """
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["bench"] == "linear_logprob":
@@ -72,12 +76,12 @@ def name_of(row: Row) -> str:
 
 
 def tokens_of(row: Row) -> int:
-    """T of a case of `growth`: "<head>, growth, frozen head, T = 1,024, float32"."""
-    return int(row["case"].split("T = ")[1].split(", float")[0].replace(",", ""))
+    """T, the number of rows of hidden states."""
+    return int(row["workload"]["tokens"])
 
 
 def bars(rows: Iterable[Row]) -> list[Bar]:
-    """Every bar whose contenders were measured."""
+    """Every bound whose contenders were measured."""
     found = []
     for (head, mode), run in latest_runs(rows).items():
         if mode == GROWTH:
@@ -116,7 +120,7 @@ def _figures(mode: str, run: dict[str, Row]) -> list[tuple[str, str, float | Non
 
 
 def growth_bars(head: str, run: dict[str, Row]) -> list[Bar]:
-    """Time linear, scratch flat."""
+    """Two bounds: time grows linearly with the tokens, and scratch does not grow."""
     found = []
     for contender in (OURS, FUSED):
         by_tokens = {tokens_of(row): row for row in run.values() if row["contender"] == contender}

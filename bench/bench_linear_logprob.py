@@ -260,7 +260,27 @@ def measure_head(head: HeadSize, modes: Sequence[str], rounds: int, wanted: Sequ
     if chunk:
         settings = f"TRL's chunks {trl_default_chunk():,} and {chunk:,}, {settings}"
     work = f"{BATCH} x {LENGTH} tokens, float32, {settings}"
-    return [row for mode in modes for row in make_rows(f"{head}, {mode}, {work}", seconds[mode], memory[mode])]
+    observed: dict[str, Any] = {"product_block": [products.rows, products.columns]}
+    if chunk:
+        observed |= {"trl_default_chunk": trl_default_chunk(), "trl_best_chunk": chunk}
+    return [
+        row | {"workload": workload(head, mode, BATCH * LENGTH), "observed": observed}
+        for mode in modes
+        for row in make_rows(f"{head}, {mode}, {work}", seconds[mode], memory[mode])
+    ]
+
+
+def workload(head: HeadSize, mode: str, tokens: int) -> dict[str, Any]:
+    """What is measured."""
+    return {
+        "model": head.name,
+        "hidden_size": head.hidden,
+        "vocabulary": head.vocabulary,
+        "dtype": "float32",
+        "mode": mode,
+        "head_trained": mode == TRAINED,
+        "tokens": tokens,
+    }
 
 
 def one_run(
@@ -293,7 +313,8 @@ def measure_growth(head: HeadSize, rounds: int) -> list[Row]:
             for name, contender in contenders.items():
                 one_run(name, contender, problem, seconds, memory)
         console.print(f"T = {tokens:,}, seconds: {rounded({name: min(values) for name, values in seconds.items()})}")
-        rows += make_rows(f"{head}, {GROWTH}, {FROZEN}, T = {tokens:,}, float32", seconds, memory)
+        made = make_rows(f"{head}, {GROWTH}, {FROZEN}, T = {tokens:,}, float32", seconds, memory)
+        rows += [row | {"workload": workload(head, GROWTH, tokens)} for row in made]
     return rows
 
 

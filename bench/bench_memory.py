@@ -76,16 +76,30 @@ class Setting:
     micro_batch_tokens: int = 32_768
 
     @property
+    def workload(self) -> dict[str, Any]:
+        """What is counted."""
+        return {
+            "model": self.model,
+            "weights": {None: "bfloat16", "4bit": "4-bit NF4"}[self.quantization],
+            "lora_r": None if self.full else 16,
+            "completions": self.rows,
+            "completion_tokens": self.completion,
+            "prompt_tokens": self.prompt,
+            "micro_batch_tokens": min(self.micro_batch_tokens, self.prompt + self.rows * (self.completion - 1)),
+            "checkpointed": self.checkpointing,
+            "offloaded": self.offload,
+        }
+
+    @property
     def case(self) -> str:
         """In words."""
-        weights = {None: "bfloat16", "4bit": "4-bit NF4"}[self.quantization]
+        work = self.workload
         trained = "every weight" if self.full else "LoRA r 16"
         kept = ", layers checkpointed" if self.checkpointing else ""
         kept += " and offloaded" if self.offload else ""
-        cut = min(self.micro_batch_tokens, self.prompt + self.rows * (self.completion - 1))
         return (
-            f"{self.model} {weights}, {trained}, {self.rows} completions of {self.completion:,} tokens, prompt of "
-            f"{self.prompt:,}, micro-batches of up to {cut:,} tokens{kept}"
+            f"{self.model} {work['weights']}, {trained}, {self.rows} completions of {self.completion:,} tokens, prompt "
+            f"of {self.prompt:,}, micro-batches of up to {work['micro_batch_tokens']:,} tokens{kept}"
         )
 
 
@@ -375,6 +389,7 @@ def main() -> None:
         row = {
             "bench": "memory",
             "contender": setting.head,
+            "workload": setting.workload,
             "case": setting.case,
             "seconds": None,
             "peak_memory_mb": memory.peak / 1e6,

@@ -99,6 +99,17 @@ def rows_of(policies: dict[str, Policy], ratio: float, repeats: int) -> list[dic
         {
             "bench": "packing",
             "contender": name,
+            "workload": {
+                "model": "SmolLM2-135M",
+                "dtype": "float32",
+                "lora_r": 16,
+                "prompt_tokens": prompt,
+                "completions": len(COMPLETIONS),
+                "shortest_completion": shortest,
+                "longest_completion": longest,
+                "prompt_to_completion": float(ratio),
+            },
+            "observed": {"tokens_computed": computed[name], "tokens_trained": sum(COMPLETIONS)},
             "case": (
                 f"SmolLM2-135M float32, LoRA r 16, prompt {prompt}, {len(COMPLETIONS)} completions of {shortest} to "
                 f"{longest} tokens (prompt/completion {ratio:g}): tokens computed {computed[PACKED]:,} packed, "

@@ -83,6 +83,7 @@ def measure(rows: int, group: int, device: str, repeats: int) -> list[dict]:
         {
             "bench": "preference_loss",
             "contender": name,
+            "workload": {"what": "the op", "rows": rows, "group_size": group, "dtype": "float32"},
             "case": f"B={rows:,}, G={group:,}, float32, forward and backward",
             "seconds": timings[name],
             "peak_memory_mb": peak_mb[name],
@@ -154,10 +155,21 @@ def measure_in_training(group: int, device: str, repeats: int) -> list[dict]:
         timings[name] = timing([seconds_of(run, device) for _ in range(number)])
     case = f"SmolLM2-135M, G={group}, {PROMPT} + {COMPLETION} tokens, float32, LoRA r 16, K={pairs} pairs"
     extra = {TRAINING: "", PAIRS: "", AUTHORS: f", {2 * pairs} sequences more"}
+    workload = {
+        "what": "a training pass",
+        "model": "SmolLM2-135M",
+        "dtype": "float32",
+        "lora_r": 16,
+        "group_size": group,
+        "prompt_tokens": PROMPT,
+        "completion_tokens": COMPLETION,
+        "pairs": pairs,
+    }
     return [
         {
             "bench": "preference_loss",
             "contender": name + extra[name],
+            "workload": workload,
             "case": case,
             "seconds": timings[name],
             "peak_memory_mb": None,
@@ -169,7 +181,7 @@ def measure_in_training(group: int, device: str, repeats: int) -> list[dict]:
 
 
 def smollm2_group(group: int, device: str) -> Group:
-    """The policy with LoRA, and tokens by lot: what they say does not change the time."""
+    """The policy with LoRA, and random tokens: their content does not change the time."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

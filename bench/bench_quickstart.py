@@ -1,6 +1,7 @@
-"""The recipe `quickstart` as a stranger runs it: seconds of the whole command, and what the model learnt.
+"""The recipe `quickstart` as a newcomer runs it: seconds of the whole command, and how the success rate rises.
 
-One run (n = 1). On the first run on a machine the time includes converting the packaged weights.
+One run (n = 1). On the first run on a machine the time includes converting the packaged weights. `curve.py` draws the
+README's picture from the newest row.
 """
 
 import json
@@ -15,6 +16,9 @@ from typing import Any
 from machine import birth_certificate
 from rows import keep, timing
 
+Records = list[dict[str, Any]]
+
+COMMAND = "amir train quickstart"
 LAST_STEPS = 3
 """Sampled success is that of the first step, and the mean of this many last ones."""
 
@@ -30,31 +34,62 @@ def main() -> int:
         seconds = time.perf_counter() - began
         if code:
             return code
-        row = {
-            "bench": "quickstart",
-            "contender": "amir train quickstart",
-            "case": case(read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")),
-            "seconds": timing([seconds]),
-            "peak_memory_mb": round(read(run / "metrics.jsonl")[-1]["peak_memory_mb"], 1),
-            "ratio_to": None,
-            "ratio": None,
-        }
+        row = row_of(run, seconds)
     print(json.dumps(row, indent=2))
     print(f"kept in {keep(row | certificate)}")
     return 0
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def row_of(run: Path, seconds: float | None) -> dict[str, Any]:
+    """The row of a finished run's folder, without its birth certificate; `seconds` None where they mean nothing."""
+    metrics, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
+    return {
+        "bench": "quickstart",
+        "contender": COMMAND if seconds is not None else f"{COMMAND}, not timed",
+        "workload": {"recipe": "quickstart", "task": "one-digit sums", "steps": len(metrics)},
+        "case": case(metrics, evaluations),
+        "seconds": None if seconds is None else timing([seconds]),
+        "peak_memory_mb": round(metrics[-1]["peak_memory_mb"], 1),
+        "ratio_to": None,
+        "ratio": None,
+        "observed": observed(metrics, evaluations),
+        "curve": curve(metrics, evaluations),
+    }
+
+
+def read(path: Path) -> Records:
     """The rows of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def case(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+def observed(metrics: Records, evaluations: Records) -> dict[str, Any]:
+    """Success at the start and at the end: of the sampled completions, and of the held-out sums."""
+    last = mean(row["success"] for row in metrics[-LAST_STEPS:])
+    return {
+        "sampled_success": [round(metrics[0]["success"], 2), round(last, 2)],
+        "held_out_success": [round(evaluations[0]["success"], 2), round(evaluations[-1]["success"], 2)],
+        "held_out_samples": evaluations[-1]["samples"],
+    }
+
+
+def curve(metrics: Records, evaluations: Records) -> dict[str, list[float]]:
+    """Success by step: of the step's own samples, and of the held-out sums where they were evaluated."""
+    return {
+        "step": [row["step"] for row in metrics],
+        "success": [round(row["success"], 4) for row in metrics],
+        "held_out_step": [row["step"] for row in evaluations],
+        "held_out": [round(row["success"], 4) for row in evaluations],
+    }
+
+
+def case(metrics: Records, evaluations: Records) -> str:
     """What happened to success, in words."""
-    sampled = f"{metrics[0]['success']:.2f} to {mean(row['success'] for row in metrics[-LAST_STEPS:]):.2f}"
-    before, after = evaluations[0], evaluations[-1]
-    held_out = f"{before['success']:.2f} to {after['success']:.2f} ({after['samples']} samples)"
-    return f"one-digit sums, {len(metrics)} steps: sampled success {sampled}, held-out {held_out}"
+    found = observed(metrics, evaluations)
+    sampled, held_out = ("{:.2f} to {:.2f}".format(*found[name]) for name in ("sampled_success", "held_out_success"))
+    return (
+        f"one-digit sums, {len(metrics)} steps: sampled success {sampled}, held-out {held_out} "
+        f"({found['held_out_samples']} samples)"
+    )
 
 
 if __name__ == "__main__":

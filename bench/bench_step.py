@@ -144,7 +144,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=3, help="processes of each contender")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a process, after one warm-up step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--random-rewards", action="store_true", help="0 or 1 by lot: hardly a group is dead")
+    parser.add_argument(
+        "--random-rewards",
+        action="store_true",
+        help="random rewards of 0 or 1, so that nearly every group has a training signal",
+    )
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
     return parser.parse_args(arguments)
 
@@ -399,7 +403,7 @@ def examples(settings: Settings) -> list[Example]:
 
 
 class Lots(Correctness):
-    """Rewards of 0 or 1 by lot, the same lots in every process."""
+    """Random rewards of 0 or 1, the same in every process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,12 +456,14 @@ def make_rows(measured: dict[str, list[Measurement]], settings: Settings) -> lis
             {
                 "bench": "step",
                 "contender": name,
+                "workload": workload(settings),
                 "case": case(measurements, settings),
                 "seconds": times[name],
                 "peak_memory_mb": round(max(m.peak_memory_mb for m in measurements), 1),
                 "ratio_to": RIVAL if compared else None,
                 "ratio": times[name]["median"] / times[RIVAL]["median"] if compared else None,
                 "parts": parts_of(measurements),
+                "observed": observed(measurements),
             }
         )
     return rows
@@ -470,11 +476,37 @@ def parts_of(measurements: list[Measurement]) -> dict[str, float]:
     return {name: round(statistics.median(step.get(name, 0.0) for step in steps), 3) for name in names}
 
 
+def workload(settings: Settings) -> dict[str, Any]:
+    """What is measured."""
+    return {
+        "model": "SmolLM2-135M",
+        "dtype": "float32",
+        "lora_r": 16,
+        "task": settings.workload.name,
+        "prompts": settings.workload.prompts,
+        "group_size": GROUP,
+        "max_completion_tokens": settings.workload.new_tokens,
+        "micro_batch_rows": MICRO_BATCH,
+        "reward": "random" if settings.random_rewards else "last number right",
+    }
+
+
+def observed(measurements: list[Measurement]) -> dict[str, Any]:
+    """What the measured steps had."""
+    dead, groups = dead_groups(measurements)
+    return {
+        "mean_completion_tokens": round(mean_tokens(measurements), 1),
+        "groups": groups,
+        "groups_without_signal": dead,
+        "mean_prompt_tokens": round(statistics.fmean(m.prompt_tokens for m in measurements)),
+    }
+
+
 def case(measurements: list[Measurement], settings: Settings) -> str:
     """What was done, in words."""
     dead, groups = dead_groups(measurements)
     work, prompt_tokens = settings.workload, statistics.fmean(m.prompt_tokens for m in measurements)
-    rewards = "rewards by lot" if settings.random_rewards else "reward: last number right"
+    rewards = "random rewards" if settings.random_rewards else "reward: last number right"
     return (
         f"SmolLM2-135M float32, LoRA r 16, {work.name} (mean {prompt_tokens:.0f} tokens), {work.prompts} x {GROUP} "
         f"completions of up to {work.new_tokens} tokens (mean {mean_tokens(measurements):.1f}), micro-batch "

@@ -74,7 +74,7 @@ def make_trainers(folder: Path) -> dict[str, Any]:
 
 
 def inputs_of(trainer: Any, dead: int) -> dict[str, Any]:
-    """A micro-batch as the trainer's own sampling would leave it: tokens by lot, advantages +1 and -1."""
+    """A micro-batch as the trainer's own sampling would leave it: random tokens, advantages +1 and -1."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(trainer.model.config.vocab_size, (ROWS, PROMPT + COMPLETION), generator=generator)
     advantages = torch.tensor([1.0, -1.0]).repeat(ROWS // 2)
@@ -110,10 +110,21 @@ def score(trainer: Any) -> list[torch.Tensor]:
 
 def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
     """Rows of every case and contender."""
-    cases: dict[str, Callable[[Any], list[torch.Tensor]]] = {"log-probs": score}
-    cases |= {f"loss and gradient, {dead} of {ROWS} rows dead": partial(train, dead=dead) for dead in DEAD}
+    cases: dict[tuple[str, int], Callable[[Any], list[torch.Tensor]]] = {("log-probs", 0): score}
+    cases |= {("loss and gradient", dead): partial(train, dead=dead) for dead in DEAD}
     rows = []
-    for case, work in cases.items():
+    for (name_of_work, dead), work in cases.items():
+        workload = {
+            "model": "SmolLM2-135M",
+            "dtype": "float32",
+            "lora_r": 16,
+            "completions": ROWS,
+            "prompt_tokens": PROMPT,
+            "completion_tokens": COMPLETION,
+            "work": name_of_work,
+            "zero_advantage_rows": dead,
+        }
+        case = name_of_work if work is score else f"{name_of_work}, {dead} of {ROWS} rows dead"
         theirs, ours = (work(trainers[name]) for name in (RIVAL, OURS))  # also their warm-up
         for a, b in zip(theirs, ours, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
@@ -129,6 +140,7 @@ def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
             {
                 "bench": "trl",
                 "contender": name,
+                "workload": workload,
                 "case": f"SmolLM2-135M, {ROWS} x ({PROMPT} + {COMPLETION}) tokens, float32, LoRA r 16, {case}",
                 "seconds": timings[name],
                 "peak_memory_mb": max(peaks[name], default=None),

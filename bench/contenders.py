@@ -67,7 +67,7 @@ class Problem:
         return part.with_trained_head() if self.weight.requires_grad else part
 
     def with_dead_rows(self, share: float) -> "Problem":
-        """Tokens drawn by lot are clipped: their gradient is exactly 0."""
+        """Tokens chosen at random are clipped: their gradient is exactly 0."""
         dead = torch.rand(self.old.shape, device=self.old.device) < share
         return replace(
             self, old=torch.where(dead, self.old - DEAD_LOG_RATIO * self.advantages.sign()[:, None], self.old)
@@ -75,7 +75,7 @@ class Problem:
 
 
 def make_problem(head: HeadSize, batch: int, length: int, dtype: torch.dtype, device: str = "cpu") -> Problem:
-    """Logits of standard deviation 2, targets by lot, advantages +1 and -1, log-ratios within the clip."""
+    """Logits of standard deviation 2, random targets, advantages +1 and -1, log-ratios within the clip."""
     torch.manual_seed(0)
     hidden = torch.randn(batch, length, head.hidden, device=device).to(dtype)
     weight = torch.randn(head.vocabulary, head.hidden, device=device).mul_(2 * head.hidden**-0.5).to(dtype)

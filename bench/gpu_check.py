@@ -222,6 +222,7 @@ def row_of(
     return {
         "bench": "gpu_check",
         "contender": contender,
+        "workload": {"check": case},
         "case": case if at_most is None else f"{case}; at most {at_most:.3g}",
         "seconds": timing(seconds) if seconds else None,
         "peak_memory_mb": memory,

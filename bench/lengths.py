@@ -1,4 +1,4 @@
-"""Draws kernels/lengths.svg: what each loss does to one token of a wrong answer, by the answer's length.
+"""Draws docs/lengths.svg: what each loss does to one token of a wrong answer, by the answer's length.
 
 On policy, eight completions of one prompt: four right ones of 100 tokens, two wrong ones of 50 and two of n. The push
 is 1000 * dL / d log pi of one token, from the ops' own gradients, with `lambda_reg=0.01`, `beta_dpo=0.2`. The numbers
@@ -12,7 +12,7 @@ import torch
 
 from amir_kernels import OBJECTIVES, amir_loss, group_advantage
 
-PICTURE = Path(__file__).parents[1] / "kernels" / "lengths.svg"
+PICTURE = Path(__file__).parents[1] / "docs" / "lengths.svg"
 RIGHT, SHORT, LONGEST = 100, 50, 800
 LENGTHS = (50, 100, 200, 400, 800)
 LAMBDA = 0.01

@@ -1,9 +1,13 @@
-"""The kept rows: one JSON object a line in bench/results, written by the benchmarks, read by table.py."""
+"""The kept rows: one JSON object a line in bench/results, written by the benchmarks, read by table.py.
+
+Two rows measure the same thing where `key` is equal: the benchmark, the contender, the workload with all of its sizes,
+and the machine. The newest of them counts; the others stay in the file as history.
+"""
 
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "bench",
     "contender",
+    "workload",
     "case",
     "seconds",
     "peak_memory_mb",
@@ -22,8 +27,11 @@ FIELDS = (
     "date",
     "command",
 )
-OPTIONAL = ("parts",)
-"""`parts`: seconds by name, of what a time is made of."""
+OPTIONAL = ("parts", "observed", "curve")
+"""`parts`: seconds by name, of what a time is made of. `observed`: counts and means that the run had, by name.
+`curve`: equally long lists by name, a value a step."""
+
+Row = dict[str, Any]
 
 
 def timing(seconds: Sequence[float]) -> dict[str, float]:
@@ -31,13 +39,17 @@ def timing(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "n": len(seconds)}
 
 
-def keep(row: dict[str, Any]) -> Path:
-    """Appends `row` to the file of its day and machine, and returns that file; other fields than FIELDS are refused."""
+def keep(row: Row) -> Path:
+    """Appends `row` to the file of its day and machine, and returns that file.
+
+    A row with a missing or unknown field is refused, and so is a workload whose values are not single values.
+    """
     missing, unknown = set(FIELDS) - set(row), set(row) - {*FIELDS, *OPTIONAL}
     if missing or unknown:
         raise ValueError(
             f"a row has the fields {', '.join(FIELDS)}; missing: {sorted(missing)}, unknown: {sorted(unknown)}"
         )
+    refuse_nested_workload(row["workload"])
     RESULTS.mkdir(exist_ok=True)
     host = row["machine"].get("gpu") or row["machine"]["cpu"]
     path = RESULTS / f"{row['date'][:10]}-{re.sub('[^a-z0-9]+', '-', host.lower()).strip('-')}.jsonl"
@@ -46,7 +58,32 @@ def keep(row: dict[str, Any]) -> Path:
     return path
 
 
-def kept() -> list[dict[str, Any]]:
+def refuse_nested_workload(workload: dict[str, Any]) -> None:
+    """A workload is what is measured, by name: text, numbers, bools or None."""
+    nested = {name: value for name, value in workload.items() if not isinstance(value, str | int | float | None)}
+    if nested or not workload:
+        raise ValueError(f"workload: expected names with single values, found {nested or 'none'}")
+
+
+def kept() -> list[Row]:
     """Every kept row, oldest first."""
     lines = [line for path in RESULTS.glob("*.jsonl") for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda row: row["date"])
+
+
+def key(row: Row) -> tuple[str, str, str, str]:
+    """What a row measures: rows with equal keys differ only in when and at which commit they were made."""
+    return row["bench"], row["contender"], json.dumps(row["workload"], sort_keys=True), host_of(row)
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Of rows with equal keys the last one, in the order in which the keys first came."""
+    return list({key(row): row for row in rows}.values())
+
+
+def host_of(row: Row) -> str:
+    """The machine of a row, in words."""
+    machine = row["machine"]
+    power = f" ({machine['gpu_power_limit']})" if "gpu_power_limit" in machine else ""
+    gpu = f"{machine['gpu']}{power}, " if "gpu" in machine else ""
+    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"

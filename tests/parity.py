@@ -1,4 +1,4 @@
-"""How far our losses and advantages are from the peers': kept by the parity tests, printed in kernels/README.md.
+"""How far our losses and advantages are from the peers': kept by the parity tests, printed in docs/numerics.md.
 
 `pytest tests/test_*_parity.py --keep-parity` measures and keeps `parity.json`; `python tests/parity.py` writes the
 tables from it, and with `--check` only compares. `make parity` does both.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KEPT = HERE / "parity.json"
-README = HERE.parent / "kernels" / "README.md"
+DOCUMENT = HERE.parent / "docs" / "numerics.md"
 START, END = "<!-- parity:start -->", "<!-- parity:end -->"
 UNMEASURED = "–"
 
@@ -73,14 +73,14 @@ def renewed(text: str) -> str:
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     if not rest or END not in rest:
-        raise ValueError(f"{README.name} needs the lines {START} and {END}, in this order")
+        raise ValueError(f"{DOCUMENT.name} needs the lines {START} and {END}, in this order")
     return f"{before}{START}\n{tables(kept())}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    old = README.read_text()
+    old = DOCUMENT.read_text()
     new = renewed(old)
     if "--check" not in sys.argv:
-        README.write_text(new)
+        DOCUMENT.write_text(new)
     elif new != old:
-        sys.exit(f"{README.name} is behind {KEPT.name}: run `make parity`")
+        sys.exit(f"{DOCUMENT.name} is behind {KEPT.name}: run `make parity`")

@@ -151,13 +151,13 @@ def test_amir_refusals(change, message):
 
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "kernels" / "README.md"
+DOCUMENT = ROOT / "docs" / "pair-term.md"
 
 
 @pytest.fixture
 def lengths(monkeypatch):
     """bench/lengths.py, which draws the picture."""
-    if not README.exists():
+    if not DOCUMENT.exists():
         pytest.skip("the sources are not here: a wheel is tested")
     monkeypatch.syspath_prepend(ROOT / "bench")
     import lengths
@@ -180,7 +180,7 @@ def test_the_table_of_lengths_is_what_the_losses_do(lengths):
         "`grpo` with the sum pair term": push("grpo", "sum"),
         "`dapo` with the mean pair term": push("dapo", "mean"),
     }
-    rows = re.findall(r"^\| (.+?) \| (\d\.\d{4}) \| (\d\.\d{4}) \| (\d\.\d{4}) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (\d\.\d{4}) \| (\d\.\d{4}) \| (\d\.\d{4}) \|$", DOCUMENT.read_text(), re.MULTILINE)
     assert {row[0] for row in rows} == set(expected)
     for label, *numbers in rows:
         short, long = expected[label]

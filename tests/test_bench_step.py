@@ -62,7 +62,7 @@ def test_a_row_is_whole_once_it_has_its_birth_certificate(step, settings):
     import rows
 
     (row,) = step.make_rows({"trl": [measurement(step)]}, settings)
-    assert set(row) | {"machine", "versions", "commit", "date", "command"} == {*rows.FIELDS, *rows.OPTIONAL}
+    assert set(row) | {"machine", "versions", "commit", "date", "command"} == {*rows.FIELDS, "parts", "observed"}
 
 
 def test_parts_are_medians_over_all_steps(step):
@@ -86,7 +86,7 @@ def test_the_case_tells_dead_groups_and_lengths(step, settings):
     assert "3 of 8 groups dead" in words
     assert "(mean 15.0)" in words
     assert "last number right" in words
-    assert "by lot" in step.case(measurements, step.Settings(1, 1, random_rewards=True))
+    assert "random rewards" in step.case(measurements, step.Settings(1, 1, random_rewards=True))
 
 
 def test_other_questions_are_other_work(step):

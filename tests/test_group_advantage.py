@@ -38,13 +38,13 @@ def test_peers_numbers(function, peer):
     assert (function(EIGHT.double(), 8, **settings) - expected).abs().max() < 1e-6
 
 
-README = Path(__file__).parents[1] / "kernels" / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "objectives.md"
 
 
-@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the sources are not here: a wheel is tested")
 def test_the_settings_of_the_documents_give_those_numbers():
     """Each line of the table that names a peer or a paper, for EIGHT (in halves for two reward functions)."""
-    section = README.read_text().partition("### Settings that equal")[2].partition("\n## ")[0]
+    section = DOCUMENT.read_text().partition("## Settings that equal")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)[2:]
     batch = (EIGHT.double() - 0.375) / (EIGHT.double().std() + 1e-4)
     expected = {

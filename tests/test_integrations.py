@@ -28,12 +28,12 @@ def test_the_kernels_and_the_integrations_import_no_peer():
     assert done.returncode == 0, done.stderr
 
 
-README = Path(__file__).parents[1] / "kernels" / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "drop-ins.md"
 
 
 def replacements():
     """Lines before and after of each diff that the documents print, by the first peer they import."""
-    text = README.read_text() if README.exists() else ""
+    text = DOCUMENT.read_text() if DOCUMENT.exists() else ""
     for block in re.findall(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         before, after = ([line[1:] for line in block.splitlines() if line[0] in kept] for kept in ("- ", "+ "))
         yield pytest.param(before, after, id=re.search(r"(?:from|import) (?!amir)(\w+)", block)[1])

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 import parity as module
-from parity import KEPT, README, Parity, kept, tables
+from parity import DOCUMENT, KEPT, Parity, kept, tables
 
 
-@pytest.mark.skipif(not README.exists(), reason="the sources are not here: a wheel is tested")
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the sources are not here: a wheel is tested")
 def test_the_documents_hold_the_kept_differences():
     check = [sys.executable, KEPT.with_name("parity.py"), "--check"]
     done = subprocess.run(check, check=False, capture_output=True, text=True)

@@ -204,14 +204,14 @@ def test_a_resumed_run_keeps(tmp_path, name: str) -> None:
         resumed_with(tmp_path, name, STAYS[name])
 
 
-def test_each_setting_that_may_change_was_changed_above_and_is_in_the_readme() -> None:
+def test_each_setting_that_may_change_was_changed_above_and_is_in_the_documents() -> None:
     tried = {"output_dir", "offload_activations"}  # a folder that moved; is for GPUs only
     for name, (before, now) in MAY_CHANGE_FROM_TO.items():
         settings = ({name.split()[0]: value} for value in (before, now))
         tried |= {key for key, _, _ in _changes(*settings)}
     assert tried == MAY_CHANGE
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (sentence,) = [line for line in readme.split("\n\n") if line.startswith("A resumed run may change")]
+    document = (Path(__file__).parents[1] / "docs" / "runs.md").read_text()
+    (sentence,) = [line for line in document.split("\n\n") if line.startswith("A resumed run may change")]
     documented = set(re.findall(r"`([^`]+)`", sentence)) - {"sampler", "name", "dialect"}
     assert documented == {name for name in MAY_CHANGE if not name.startswith("sampler.")}
 
