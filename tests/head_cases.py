@@ -74,7 +74,8 @@ def options_of(temperature, softcap, scale, target, dtype):
 def use_tiles(monkeypatch, config, programs=3, cache_bytes=2**13, split=SPLIT):
     """Launches of that shape: `programs` at once, groups of as many row tiles as `cache_bytes` hold."""
     pytest.importorskip("triton")
-    from amir_kernels import _linear_triton, _tile_table
+    from amir_kernels.linear_logprob import triton_backend as _linear_triton
+    from amir_kernels.linear_logprob import triton_tiles as _tile_table
 
     monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: config)
     monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (programs, cache_bytes))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
-from amir_kernels._linear_head import exact_products
+from amir_kernels.linear_logprob.head import exact_products
 from closeness import assert_as_good_as
 from head_cases import RESULTS, SMALL, Products, option_cases, options_of, precisions, run, tensors, upstream
 
@@ -313,7 +313,7 @@ def test_frozen_head_allocates_nothing_of_its_size(rank):
     inputs, target = tensors(rows=(8,), vocabulary=4001, hidden_size=64, rank=rank)
     hidden, weight = inputs["hidden"], inputs["weight"].detach()
     lora = [inputs[name].detach() if rank else None for name in "ab"]
-    from amir_kernels.linear_logprob import _backward, _forward
+    from amir_kernels.linear_logprob.op import _backward, _forward
 
     call = (hidden.detach(), weight, target, None, torch.tensor(1.0), None, 1.0, *lora, 1.0, -100, torch.float64)
     with Largest() as mode, torch.no_grad():

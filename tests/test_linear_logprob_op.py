@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
-from amir_kernels._linear_head import LIMITS, LIMITS_GPU, choose_blocks
-from amir_kernels.linear_logprob import _backward, _forward
+from amir_kernels.linear_logprob.head import LIMITS, LIMITS_GPU, choose_blocks
+from amir_kernels.linear_logprob.op import _backward, _forward
 from head_cases import SMALL, LiveBytes, run, tensors, upstream
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_vocabulary_split_over_ranks(world):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_opcheck(with_entropy, rank):
-    from amir_kernels.linear_logprob import _linear_logprob
+    from amir_kernels.linear_logprob.op import _linear_logprob
 
     inputs, target = tensors(rows=(6,), dtype=torch.float32, rank=rank, ignored=1)
     call = [*(inputs[name] for name in ("hidden", "weight")), target, inputs["bias"], torch.rand(6) + 0.5, 5.0, 1.2]

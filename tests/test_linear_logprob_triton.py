@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
-from amir_kernels._tile_table import TABLE, Config, config_of, describable, splits_of
+from amir_kernels.linear_logprob.triton_tiles import TABLE, Config, config_of, describable, splits_of
 from closeness import assert_as_good_as
 from head_cases import option_cases, options_of, run, tensors, upstream, use_tiles
 
@@ -225,7 +225,7 @@ def test_triton_refuses_an_empty_shard_with_the_way_out(weight):
 
 
 def head_of(weight, **parts):
-    from amir_kernels._linear_head import Head
+    from amir_kernels.linear_logprob.head import Head
 
     return Head(weight, None, parts.get("lora"), parts.get("softcap"), 1.0, parts.get("compute", weight.dtype))
 
@@ -251,7 +251,7 @@ def test_the_table_has_a_row_for_every_head_that_depends_on_nothing_else(archite
 
 
 def test_programs_are_no_more_than_run_at_once():
-    from amir_kernels._linear_triton import group_of, programs_of
+    from amir_kernels.linear_logprob.triton_backend import group_of, programs_of
 
     config = Config(128, 256, 64, 8, 4)
     assert [programs_of(items, config, 132) for items in (0, 1, 132, 10**9)] == [1, 1, 132, 132]
@@ -259,8 +259,8 @@ def test_programs_are_no_more_than_run_at_once():
 
 
 def test_forward_blocks_stay_in_the_workspace():
-    from amir_kernels._linear_head import scratch_bytes
-    from amir_kernels._linear_triton import forward_rows
+    from amir_kernels.linear_logprob.head import scratch_bytes
+    from amir_kernels.linear_logprob.triton_backend import forward_rows
 
     head = head_of(torch.empty(151_936, 3584, dtype=torch.bfloat16, device="meta"))
     for workspace in (0, 10**6, 2**28):
@@ -288,7 +288,7 @@ def test_triton_offsets_beyond_32_bits():
 def test_triton_dlogits_offsets_beyond_32_bits():
     """48 rows of 2^26 columns: T * V above 2^31. Only the first tile of columns is launched."""
     pytest.importorskip("triton")
-    from amir_kernels import _linear_triton
+    from amir_kernels.linear_logprob import triton_backend as _linear_triton
 
     rows, width, hidden_size = 48, 2**26, 16
     config = Config(16, 64, 16, 4, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, PolicyLoss, linear_logprob, linear_policy_loss, reference
-from amir_kernels.linear_logprob import call_of
+from amir_kernels.linear_logprob.op import call_of
 from closeness import assert_as_good_as
 from head_cases import B, L, LiveBytes, Products, loss_case, run_loss, tensors
 
@@ -144,9 +144,9 @@ def test_logprobs_are_the_bits_of_linear_logprob(dtype, trained):
 
 def test_a_formed_row_has_the_bits_of_linear_logprob_row_by_row():
     """Its blocks hold other numbers of rows than those of linear_logprob."""
-    from amir_kernels._linear_backward import Wanted
-    from amir_kernels._linear_formed import FormedSweep
-    from amir_kernels._linear_head import Rows
+    from amir_kernels.linear_logprob.backward import Wanted
+    from amir_kernels.linear_logprob.forward_gradients import FormedSweep
+    from amir_kernels.linear_logprob.head import Rows
 
     inputs, target = tensors(rows=(300,), hidden_size=64, vocabulary=2100, dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
@@ -271,7 +271,7 @@ def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
     target, cu_seqlens = torch.randint(0, vocabulary, (rows,)), torch.arange(0, rows + 1, 250)
     arguments = (hidden, weight, target, None, torch.ones(4))
     call = call_of(hidden, weight, target, None, 1.0, None, 1.0, None, -100, None, workspace, "torch")
-    module = sys.modules["amir_kernels.linear_policy_loss"]
+    module = sys.modules["amir_kernels.linear_logprob.linear_policy_loss"]
     with LiveBytes(hidden, weight, target) as live:
         if trained:
             module._formed_loss(call, workspace, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {}))
@@ -335,4 +335,4 @@ def test_compiles_as_one_graph_and_passes_opcheck():
         ours, plain = (torch.autograd.grad(f(hidden, temperature), hidden)[0] for f in (compiled, loss))
         assert torch.equal(ours, plain)
     call = call_of(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, None, "torch")
-    torch.library.opcheck(sys.modules["amir_kernels.linear_policy_loss"]._logprob_slope, tuple(call))
+    torch.library.opcheck(sys.modules["amir_kernels.linear_logprob.linear_policy_loss"]._logprob_slope, tuple(call))

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, linear_logprob, linear_policy_loss, reference
-from amir_kernels._linear_head import Rows
-from amir_kernels._tile_table import Config
-from amir_kernels.linear_logprob import call_of
+from amir_kernels.linear_logprob.head import Rows
+from amir_kernels.linear_logprob.op import call_of
+from amir_kernels.linear_logprob.triton_tiles import Config
 from closeness import assert_as_good_as
 from head_cases import B, L, LiveBytes, Products, loss_case, run_loss, tensors, use_tiles
 
 pytest.importorskip("triton")
 
-from amir_kernels import _linear_kept, _linear_triton
+from amir_kernels.linear_logprob import triton_backend as _linear_triton
+from amir_kernels.linear_logprob import triton_forward_gradients as _linear_kept
 
 SMALL = 75_000
 """workspace in bytes that holds the logits of 16 or 32 rows of the shapes used here: two or three row blocks"""
@@ -179,8 +180,8 @@ def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, room):
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_kept_logits_become_the_very_dlogits_that_are_formed_again(softcap):
-    from amir_kernels._linear_backward import Slopes
-    from amir_kernels._linear_head import Head, Lora, Ranges
+    from amir_kernels.linear_logprob.backward import Slopes
+    from amir_kernels.linear_logprob.head import Head, Lora, Ranges
 
     inputs, target = tensors(rows=(30,), dtype=torch.float32, rank=3, ignored=0)
     inputs = {name: value.detach().half() for name, value in inputs.items()}
@@ -321,8 +322,8 @@ def test_what_cannot_be_formed_takes_two_passes(monkeypatch, dtype, trained):
 )
 def test_logits_are_kept_where_the_workspace_holds_enough_rows(monkeypatch, vocabulary, hidden_size, parts, rows):
     """Of a GPU's default tiles; nothing about the batch is asked."""
-    from amir_kernels import _linear_head
-    from amir_kernels._linear_head import Head
+    from amir_kernels.linear_logprob import head as _linear_head
+    from amir_kernels.linear_logprob.head import Head
 
     monkeypatch.undo()
     monkeypatch.setattr(_linear_head, "LIMITS", {})

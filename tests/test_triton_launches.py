@@ -13,8 +13,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from amir_kernels import (
     _group_kernels,
-    _linear_kept,
-    _linear_triton,
     group_advantage,
     inspect,
     linear_logprob,
@@ -23,6 +21,8 @@ from amir_kernels import (
     pass_at_k_advantage,
     preference_loss,
 )
+from amir_kernels.linear_logprob import triton_backend as _linear_triton
+from amir_kernels.linear_logprob import triton_forward_gradients as _linear_kept
 
 H, V = 40, 2001
 TOKENS = (1, 2, 7, 16, 33, 100, 255, 1000, 2047, 4096, 9999, 16_384)

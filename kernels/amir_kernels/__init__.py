@@ -4,8 +4,13 @@ Needs torch, and triton where there is a GPU that it serves. `reference` holds e
 """
 
 from .group_advantage import group_advantage, pass_at_k_advantage
-from .linear_logprob import LogprobEntropy, linear_logprob, linear_logprob_entropy, workspace_of
-from .linear_policy_loss import linear_policy_loss
+from .linear_logprob import (
+    LogprobEntropy,
+    linear_logprob,
+    linear_logprob_entropy,
+    linear_policy_loss,
+    workspace_of,
+)
 from .objective import OBJECTIVES, Objective
 from .policy_loss import AmirLoss, PolicyLoss, amir_loss, policy_loss
 from .preference_loss import (

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._backend import use_triton
 from ._checks import check_choice, check_count, check_devices, check_flag, check_number
 from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
-from ._launch import use_triton
 
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("std", "batch", "bernoulli", "none")

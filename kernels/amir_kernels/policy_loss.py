@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_devices, check_flag, check_float, check_number, check_shape, step_divisor
-from ._layout import TokenLayout, compute_dtype, token_layout
+from ._token_layout import TokenLayout, compute_dtype, token_layout
 from .objective import OBJECTIVES, SURROGATES, Objective
 from .preference_loss import PairTotals, paired_preference, sequence_logprob
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._backend import use_triton
 from ._checks import (
     check_choice,
     check_count,
@@ -27,8 +28,7 @@ from ._checks import (
     step_divisor,
 )
 from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
-from ._launch import use_triton
-from ._layout import compute_dtype, token_layout
+from ._token_layout import compute_dtype, token_layout
 
 TILE_ELEMENTS = 1 << 16
 """Entries of a [rows, G] tile of the torch backend; about ten such tiles of 8 bytes are alive at once (5 MiB)."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import (
+from .._backend import use_triton
+from .._checks import (
     check_count,
     check_devices,
     check_flag,
@@ -26,11 +27,10 @@ from ._checks import (
     check_positive,
     check_shape,
 )
-from ._launch import use_triton
-from ._linear_backward import Wanted, head_grads, row_slopes
-from ._linear_head import Head, Lora, Rows, default_workspace, exact_products, scratch_bytes
-from ._linear_torch import row_stats, torch_dlogits
-from ._vocabulary_group import Shard
+from .backward import Wanted, head_grads, row_slopes
+from .head import Head, Lora, Rows, default_workspace, exact_products, scratch_bytes
+from .torch_backend import row_stats, torch_dlogits
+from .vocabulary_shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,7 +121,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     index, target = live_rows(call, shard.vocabulary), shard.local(call.target)
     statistics = row_stats
     if call.triton:
-        from ._linear_triton import triton_row_stats as statistics
+        from .triton_backend import triton_row_stats as statistics
     with exact_products(target.device):
         rows = Rows(call.hidden, target, call.row_temperature, index)
         stats = shard.merge(statistics(head, rows, call.workspace, with_entropy))
@@ -183,7 +183,7 @@ def _backward(
     )
     half_tiles, make_form = call.compute == torch.float16 and call.hidden.is_cuda, torch_dlogits
     if call.triton:
-        from ._linear_triton import triton_dlogits
+        from .triton_backend import triton_dlogits
 
         half_tiles, make_form = call.compute == torch.float16, triton_dlogits
     with exact_products(call.target.device):

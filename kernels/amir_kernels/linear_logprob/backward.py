@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._linear_head import Head, Ranges, RowBlock, Rows, add_product, pad_rows
+from .head import Head, Ranges, RowBlock, Rows, add_product, pad_rows
 
 
 class Slopes(NamedTuple):

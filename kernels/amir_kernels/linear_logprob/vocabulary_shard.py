@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._linear_torch import RowStats
+from .torch_backend import RowStats
 
 
 class Shard(NamedTuple):

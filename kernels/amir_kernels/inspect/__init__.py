@@ -8,15 +8,14 @@ the cards of that architecture a roofline: a prediction from counted flops and b
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ._linear_head import Head, Lora, round_up
-from ._machine_code import amd_facts, nvidia_facts
-from ._tile_table import Config, config_of, splits_of
+from ..linear_logprob.head import Head, Lora, round_up
+from ..linear_logprob.triton_tiles import Config, config_of, splits_of
+from .machine_code import amd_facts, nvidia_facts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -109,7 +108,7 @@ def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, transposed: boo
 
 
 def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]:
-    from ._linear_triton import group_of
+    from ..linear_logprob.triton_backend import group_of
 
     pointer, (vocabulary, hidden_size) = POINTERS[head.compute], head.weight.shape
     splits, each = splits_of(vocabulary, config)
@@ -133,7 +132,7 @@ def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]
 
 
 def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, vocabulary: int) -> Iterator[Launch]:
-    from . import _linear_triton as kernels
+    from ..linear_logprob import triton_backend as kernels
 
     cache_bytes = max([card.cache_mb for card in CARDS.values() if card.architecture == architecture]) * 10**6
     for transposed in (False, True):
@@ -167,7 +166,7 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
 
 def _group_launches() -> Iterator[Launch]:
     """Advantages and pairs of groups of 16. A row's programs read its whole group: their flops grow with its size."""
-    from . import _group_kernels as kernels
+    from .. import _group_kernels as kernels
 
     count, pairs, resources = COMPLETIONS, COMPLETIONS * GROUP, kernels.RESOURCES
     rounding: dict[str, Any] = {"ROUNDING": 4 * 2.0**-23}
@@ -288,7 +287,7 @@ def inspect_kernels(
     forms: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """A row per kernel and form, for `sm_*` or `gfx*`; of the kernels whose names start with one of `only`."""
-    from ._launch import interpreting
+    from .._backend import interpreting
 
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET=1 puts the interpreter in the compiler's place; unset it")
@@ -331,7 +330,3 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{row.pop('kernel')} ({row.pop('form')})")
             print("\n".join(f"    {name:32} {value}" for name, value in row.items()))
     return int(any(row["spill_bytes"] for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

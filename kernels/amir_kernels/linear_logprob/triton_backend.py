@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._linear_backward import FormDlogits, Slopes
-from ._linear_head import Head, Ranges, RowBlock, Rows, round_up, scratch_bytes
-from ._linear_torch import RowStats, empty_stats
-from ._lse import (
+from .backward import FormDlogits, Slopes
+from .head import Head, Ranges, RowBlock, Rows, round_up, scratch_bytes
+from .torch_backend import RowStats, empty_stats
+from .triton_kernels import (
     DEEPEST,
     LOWEST,
     add_exactly,
@@ -32,7 +32,7 @@ from ._lse import (
     raw_logits,
     store_parts,
 )
-from ._tile_table import LARGEST_TILE, Config, architecture_of, config_of, splits_of
+from .triton_tiles import LARGEST_TILE, Config, architecture_of, config_of, splits_of
 
 MERGE_ROWS = 128
 KEPT_TILE = 4, 512

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._linear_backward import HeadGrads, Slopes, Sweep, Wanted, row_slopes
-from ._linear_head import (
+from .backward import HeadGrads, Slopes, Sweep, Wanted, row_slopes
+from .head import (
     ROW_MULTIPLE,
     Blocks,
     Head,
@@ -27,7 +27,7 @@ from ._linear_head import (
     round_up,
     weight_copies,
 )
-from ._linear_torch import Owned, RowStats, SlopeStats, Tiles, fold_slope, owners
+from .torch_backend import Owned, RowStats, SlopeStats, Tiles, fold_slope, owners
 
 LossSlope = Callable[[Tensor, Tensor], Tensor]
 """(positions [n], their log-probs [n]) -> d loss / d logprob [n]"""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._linear_head import Head
+from .head import Head
 
 
 class Config(NamedTuple):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._linear_backward import FormDlogits, Slopes
-from ._linear_head import ROW_MULTIPLE, Head, Ranges, RowBlock, Rows, add_product, product, round_up
+from .backward import FormDlogits, Slopes
+from .head import ROW_MULTIPLE, Head, Ranges, RowBlock, Rows, add_product, product, round_up
 
 DEEPEST = {torch.float32: -87.0, torch.float64: -708.0}
 """z - m is clamped here: e^(z - m) stays a normal number, 1e-38 where the sum is 1 or more. Results that underflow make

@@ -13,11 +13,11 @@ Legend: N rows, n live rows, R rows of a block, H hidden size, V vocabulary.
 import torch
 from torch import Tensor
 
-from ._linear_backward import BlockSweep, Slopes, Wanted
-from ._linear_formed import LossSlope, block_slopes
-from ._linear_head import Head, Ranges, RowBlock, Rows, blocks_of, round_up
-from ._linear_triton import block_stats, kept_dlogits, room_for_logits
-from ._tile_table import LARGEST_TILE, SPLIT_COLUMNS
+from .backward import BlockSweep, Slopes, Wanted
+from .forward_gradients import LossSlope, block_slopes
+from .head import Head, Ranges, RowBlock, Rows, blocks_of, round_up
+from .triton_backend import block_stats, kept_dlogits, room_for_logits
+from .triton_tiles import LARGEST_TILE, SPLIT_COLUMNS
 
 LEAST_ROWS, LEAST_ROWS_CONVERTED, LEAST_ROWS_FLOAT32 = 256, 1024, 128
 """A GPU does about 300 flops of 16-bit products in the time of a byte from memory. A forward block does 2 R H V flops

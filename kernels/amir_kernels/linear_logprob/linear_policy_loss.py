@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._checks import check_choice, check_devices, check_float, check_int64, check_shape
-from ._layout import compute_dtype, token_layout
-from ._linear_backward import Wanted
-from ._linear_formed import FormedLoss, FormedSweep, default_room, refuse_double_backward
-from ._linear_head import Head, Ranges, RowBlock, Rows, add_product, exact_products, gather_rows
-from ._linear_torch import RowStats, SlopeStats, Tiles, fold_slope, owners
-from .linear_logprob import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
-from .policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
-from .preference_loss import sequence_logprob
+from .._checks import check_choice, check_devices, check_float, check_int64, check_shape
+from .._token_layout import compute_dtype, token_layout
+from ..policy_loss import Objective, PolicyLoss, check_preference_weights, policy_loss, resolve_objective
+from ..preference_loss import sequence_logprob
+from .backward import Wanted
+from .forward_gradients import FormedLoss, FormedSweep, default_room, refuse_double_backward
+from .head import Head, Ranges, RowBlock, Rows, add_product, exact_products, gather_rows
+from .op import CALL_SCHEMA, Call, call_of, linear_logprob, linear_logprob_entropy, live_rows
+from .torch_backend import RowStats, SlopeStats, Tiles, fold_slope, owners
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ._linear_kept import KeptSweep
+    from .triton_forward_gradients import KeptSweep
 
 
 # ---- log-prob and its slope in one sweep ---------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     live = Rows(call.hidden, call.target, temperature, index)
     logprob = torch.zeros(call.target.numel(), dtype=head.accumulate, device=call.hidden.device)
     if call.triton:
-        from ._linear_kept import kept_slope
+        from .triton_forward_gradients import kept_slope
 
         with exact_products(call.hidden.device):
             logprob[index], slope = kept_slope(head, live, call.workspace)
@@ -278,7 +278,7 @@ def _form(call: Call, room: int) -> str:
 
 def _keeps(call: Call, room: int) -> bool:
     """Whether the Triton backend keeps a row block's logits."""
-    from ._linear_kept import kept_rows
+    from .triton_forward_gradients import kept_rows
 
     return kept_rows(call.head, call.workspace, room, call.weight.requires_grad) > 0
 
@@ -286,7 +286,7 @@ def _keeps(call: Call, room: int) -> bool:
 def _sweep_of(call: Call) -> "type[FormedSweep | KeptSweep]":
     if not call.triton:
         return FormedSweep
-    from ._linear_kept import KeptSweep
+    from .triton_forward_gradients import KeptSweep
 
     return KeptSweep
 
