@@ -74,12 +74,11 @@ def options_of(temperature, softcap, scale, target, dtype):
 def use_tiles(monkeypatch, config, programs=3, cache_bytes=2**13, split=SPLIT):
     """Launches of that shape: `programs` at once, groups of as many row tiles as `cache_bytes` hold."""
     pytest.importorskip("triton")
-    from amir_kernels.linear_logprob import triton_backend as _linear_triton
-    from amir_kernels.linear_logprob import triton_tiles as _tile_table
+    from amir_kernels.linear_logprob import triton_backend, triton_tiles
 
-    monkeypatch.setattr(_linear_triton, "config_of", lambda head, architecture: config)
-    monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (programs, cache_bytes))
-    monkeypatch.setattr(_tile_table, "SPLIT_COLUMNS", split)
+    monkeypatch.setattr(triton_backend, "select_config", lambda head, architecture: config)
+    monkeypatch.setattr(triton_backend, "_device_size", lambda device: (programs, cache_bytes))
+    monkeypatch.setattr(triton_tiles, "SPLIT_COLUMNS", split)
 
 
 def loss_case(dtype=torch.float64, rank=0, trained=(), **shape):

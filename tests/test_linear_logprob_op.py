@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, workspace_of
-from amir_kernels.linear_logprob.head import LIMITS, LIMITS_GPU, choose_blocks
-from amir_kernels.linear_logprob.op import _backward, _forward
+from amir_kernels.linear_logprob.op import _backward, _forward, linear_logprob_op
+from amir_kernels.linear_logprob.tiling import MAX_TILE, MAX_TILE_GPU, choose_tile_size
 from head_cases import SMALL, LiveBytes, run, tensors, upstream
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
@@ -77,12 +77,10 @@ def test_vocabulary_split_over_ranks(world):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_opcheck(with_entropy, rank):
-    from amir_kernels.linear_logprob.op import _linear_logprob
-
     inputs, target = tensors(rows=(6,), dtype=torch.float32, rank=rank, ignored=1)
     call = [*(inputs[name] for name in ("hidden", "weight")), target, inputs["bias"], torch.rand(6) + 0.5, 5.0, 1.2]
     call += [inputs.get("a"), inputs.get("b"), 0.5, -100, torch.float32, SMALL, False, "", with_entropy]
-    torch.library.opcheck(_linear_logprob, call)
+    torch.library.opcheck(linear_logprob_op, call)
 
 
 def test_compiles_as_one_graph_with_few_specializations():
@@ -136,10 +134,12 @@ def test_fake_and_meta_tensors():
     budgets=st.tuples(st.integers(1, 2**30), st.integers(1, 2**30)),
     itemsize=st.sampled_from([4, 8]),
     copies=st.integers(0, 3),
-    limits=st.sampled_from([LIMITS["cpu"], LIMITS_GPU]),
+    largest=st.sampled_from([MAX_TILE["cpu"], MAX_TILE_GPU]),
 )
-def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, copies, limits):
-    small, large = (choose_blocks(vocabulary, depth, budget, itemsize, copies, limits) for budget in sorted(budgets))
+def test_blocks_grow_with_the_workspace_and_are_never_empty(vocabulary, depth, budgets, itemsize, copies, largest):
+    small, large = (
+        choose_tile_size(vocabulary, depth, budget, itemsize, copies, largest) for budget in sorted(budgets)
+    )
     assert small.rows >= 16
     assert small.columns >= 16
     assert large.rows >= small.rows

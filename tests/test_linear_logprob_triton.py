@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss, reference
-from amir_kernels.linear_logprob.triton_tiles import TABLE, Config, config_of, describable, splits_of
+from amir_kernels.linear_logprob.triton_tiles import TABLE, Config, describable, select_config, vocabulary_splits
 from closeness import assert_as_good_as
 from head_cases import option_cases, options_of, run, tensors, upstream, use_tiles
 
@@ -244,22 +244,27 @@ def test_descriptors_read_what_their_alignment_allows():
 def test_the_table_has_a_row_for_every_head_that_depends_on_nothing_else(architecture):
     weight = torch.zeros(40, 24, dtype=torch.bfloat16)
     for head in (head_of(weight), head_of(weight.T), head_of(weight, softcap=30.0), head_of(weight.float())):
-        config = config_of(head, architecture)
+        config = select_config(head, architecture)
         assert config.descriptors <= describable(head)
-        splits, each = splits_of(151_936, config)
+        splits, each = vocabulary_splits(151_936, config)
         assert (splits - 1) * each * config.columns < 151_936 <= splits * each * config.columns
 
 
 def test_programs_are_no_more_than_run_at_once():
-    from amir_kernels.linear_logprob.triton_backend import group_of, programs_of
+    from amir_kernels.linear_logprob.triton_backend import program_count, row_tiles_per_group
 
     config = Config(128, 256, 64, 8, 4)
-    assert [programs_of(items, config, 132) for items in (0, 1, 132, 10**9)] == [1, 1, 132, 132]
-    assert [group_of(hidden, 2, config, 50 * 10**6) for hidden in (0, 576, 3584, 10**6)] == [65_104, 113, 18, 1]
+    assert [program_count(items, config, 132) for items in (0, 1, 132, 10**9)] == [1, 1, 132, 132]
+    assert [row_tiles_per_group(hidden, 2, config, 50 * 10**6) for hidden in (0, 576, 3584, 10**6)] == [
+        65_104,
+        113,
+        18,
+        1,
+    ]
 
 
 def test_forward_blocks_stay_in_the_workspace():
-    from amir_kernels.linear_logprob.head import scratch_bytes
+    from amir_kernels.linear_logprob.tiling import scratch_bytes
     from amir_kernels.linear_logprob.triton_backend import forward_rows
 
     head = head_of(torch.empty(151_936, 3584, dtype=torch.bfloat16, device="meta"))
@@ -288,17 +293,17 @@ def test_triton_offsets_beyond_32_bits():
 def test_triton_dlogits_offsets_beyond_32_bits():
     """48 rows of 2^26 columns: T * V above 2^31. Only the first tile of columns is launched."""
     pytest.importorskip("triton")
-    from amir_kernels.linear_logprob import triton_backend as _linear_triton
+    from amir_kernels.linear_logprob import triton_backend
 
     rows, width, hidden_size = 48, 2**26, 16
     config = Config(16, 64, 16, 4, 2)
     weight = torch.randn(1, hidden_size, dtype=torch.float16).expand(width, hidden_size)
     hidden, numbers = torch.randn(rows, hidden_size), torch.ones(rows)
     dlogits = torch.empty(rows * width, dtype=torch.float16).view(rows, width)
-    _linear_triton.dlogits_kernel[(3,)](
+    triton_backend.dlogits_kernel[(3,)](
         *(hidden, weight, hidden, numbers, numbers, torch.full((rows,), -1), numbers),
         *(numbers, numbers, numbers, numbers, dlogits, rows, hidden_size, width, 0, 1, 0, 0, width, 1.0, 1.0),
-        **_linear_triton.options_of(head_of(weight), config, False),
+        **triton_backend.kernel_options(head_of(weight), config, False),
     )
     expected = torch.exp(hidden.half().double() @ weight[0].double() - 1).half()
     torch.testing.assert_close(dlogits[:, 0], expected, rtol=2e-3, atol=0)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, PolicyLoss, linear_logprob, linear_policy_loss, reference
-from amir_kernels.linear_logprob.op import call_of
+from amir_kernels.linear_logprob.arguments import checked_call
+from amir_kernels.linear_logprob.forward_gradients import (
+    ForwardGradients,
+    _hidden_grad_forward,
+    logprob_with_hidden_grad_op,
+)
+from amir_kernels.linear_logprob.head import PerInput
+from amir_kernels.linear_logprob.rows import RowSelection
 from closeness import assert_as_good_as
 from head_cases import B, L, LiveBytes, Products, loss_case, run_loss, tensors
 
@@ -74,7 +81,7 @@ def test_formed_gradients_are_handed_over_once():
         inputs["hidden"], inputs["weight"], target, data["old_logprobs"], data["advantages"], mask
     ).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed them over already"):
+    with pytest.raises(RuntimeError, match=r"used them up.* call linear_policy_loss again"):
         loss.backward()
 
 
@@ -144,17 +151,13 @@ def test_logprobs_are_the_bits_of_linear_logprob(dtype, trained):
 
 def test_a_formed_row_has_the_bits_of_linear_logprob_row_by_row():
     """Its blocks hold other numbers of rows than those of linear_logprob."""
-    from amir_kernels.linear_logprob.backward import Wanted
-    from amir_kernels.linear_logprob.forward_gradients import FormedSweep
-    from amir_kernels.linear_logprob.head import Rows
-
     inputs, target = tensors(rows=(300,), hidden_size=64, vocabulary=2100, dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
-    call = call_of(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, None, "torch")
-    rows = Rows(hidden, target, 0.7, torch.arange(300))
-    arguments = (call.head, rows, Wanted(True, True, False, False, False))
-    for room in (400_000, 3_000_000):
-        sweep = FormedSweep(*arguments, call.workspace, room, lambda _, logprob: torch.ones_like(logprob))
+    call = checked_call(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, None, "torch")
+    rows = RowSelection(hidden, target, 0.7, torch.arange(300))
+    arguments = (call.head, rows, PerInput(True, True, False, False, False))
+    for space in (400_000, 3_000_000):
+        sweep = ForwardGradients(*arguments, call.workspace, space, lambda _, logprob: torch.ones_like(logprob))
         sweep.run()
         assert torch.equal(sweep.logprob, linear_logprob(hidden, weight, target, temperature=0.7, softcap=8.0))
 
@@ -246,7 +249,7 @@ def test_forward_mode_is_refused():
     def function(hidden):
         return linear_policy_loss(hidden, weight, target, data["old_logprobs"], data["advantages"], mask).loss
 
-    with pytest.raises(NotImplementedError, match="reference has"):
+    with pytest.raises(NotImplementedError, match=r"an input carries a tangent; use .*amir_kernels.reference"):
         torch.func.jvp(function, (inputs["hidden"].detach(),), (inputs["hidden"].detach(),))
 
 
@@ -270,15 +273,17 @@ def test_scratch_of_the_forward_stays_within_the_workspace(trained, workspace):
     weight.requires_grad_("weight" in trained)
     target, cu_seqlens = torch.randint(0, vocabulary, (rows,)), torch.arange(0, rows + 1, 250)
     arguments = (hidden, weight, target, None, torch.ones(4))
-    call = call_of(hidden, weight, target, None, 1.0, None, 1.0, None, -100, None, workspace, "torch")
+    call = checked_call(hidden, weight, target, None, 1.0, None, 1.0, None, -100, None, workspace, "torch")
     module = sys.modules["amir_kernels.linear_logprob.linear_policy_loss"]
     with LiveBytes(hidden, weight, target) as live:
         if trained:
-            module._formed_loss(call, workspace, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {}))
+            module._loss_with_gradients(
+                call, workspace, torch.zeros(rows), lambda logprob: PolicyLoss(logprob.sum(), {})
+            )
             kept = hidden.nbytes + weight.nbytes
         else:
             with torch.no_grad():
-                module._forward(*call)
+                _hidden_grad_forward(*call)
             kept = hidden.nbytes
     assert live.peak - kept <= workspace + 200 * rows
     assert linear_policy_loss(*arguments, cu_seqlens=cu_seqlens, workspace_bytes=workspace).loss.isfinite()
@@ -334,5 +339,5 @@ def test_compiles_as_one_graph_and_passes_opcheck():
     for temperature in (0.7, 0.9):
         ours, plain = (torch.autograd.grad(f(hidden, temperature), hidden)[0] for f in (compiled, loss))
         assert torch.equal(ours, plain)
-    call = call_of(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, None, "torch")
-    torch.library.opcheck(sys.modules["amir_kernels.linear_logprob.linear_policy_loss"]._logprob_slope, tuple(call))
+    call = checked_call(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, None, "torch")
+    torch.library.opcheck(logprob_with_hidden_grad_op, tuple(call))

@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from amir_kernels import OBJECTIVES, linear_logprob, linear_policy_loss, reference
-from amir_kernels.linear_logprob.head import Rows
-from amir_kernels.linear_logprob.op import call_of
+from amir_kernels.linear_logprob.arguments import checked_call
+from amir_kernels.linear_logprob.rows import RowSelection
 from amir_kernels.linear_logprob.triton_tiles import Config
 from closeness import assert_as_good_as
 from head_cases import B, L, LiveBytes, Products, loss_case, run_loss, tensors, use_tiles
 
 pytest.importorskip("triton")
 
-from amir_kernels.linear_logprob import triton_backend as _linear_triton
-from amir_kernels.linear_logprob import triton_forward_gradients as _linear_kept
+from amir_kernels.linear_logprob import triton_backend, triton_forward_gradients
 
 SMALL = 75_000
 """workspace in bytes that holds the logits of 16 or 32 rows of the shapes used here: two or three row blocks"""
@@ -23,10 +22,10 @@ SMALL = 75_000
 def small_tiles(monkeypatch):
     """An eighth of the table's tiles, and blocks as low as one of them."""
     use_tiles(monkeypatch, Config(16, 64, 16, 4, 2))
-    for name in ("LEAST_ROWS", "LEAST_ROWS_CONVERTED", "LEAST_ROWS_FLOAT32"):
-        monkeypatch.setattr(_linear_kept, name, 16)
-    monkeypatch.setattr(_linear_kept, "LEAST_HIDDEN", 0)
-    for module in (_linear_kept, _linear_triton):
+    for name in ("MIN_ROWS", "MIN_ROWS_CONVERTED", "MIN_ROWS_FLOAT32"):
+        monkeypatch.setattr(triton_forward_gradients, name, 16)
+    monkeypatch.setattr(triton_forward_gradients, "MIN_HIDDEN", 0)
+    for module in (triton_forward_gradients, triton_backend):
         monkeypatch.setattr(module, "LARGEST_TILE", (16, 64))
 
 
@@ -36,7 +35,7 @@ class Launches:
     def __init__(self, monkeypatch, rows: int) -> None:
         self.rows, self.swept = rows, {}
         for name in ("stats_kernel", "dlogits_kernel", "kept_dlogits_kernel"):
-            monkeypatch.setattr(_linear_triton, name, self._counting(name, getattr(_linear_triton, name)))
+            monkeypatch.setattr(triton_backend, name, self._counting(name, getattr(triton_backend, name)))
 
     def _counting(self, name, kernel):
         launches = self
@@ -143,7 +142,7 @@ def test_kept_logits_around_the_block_edges(trained, rows, hidden_size, vocabula
 def test_sizes_of_nothing_and_one(monkeypatch, shape, hidden_size, vocabulary, ignored, trained, kept):
     """No completions, none with a token, none that counts, no hidden size, one token; kept logits and two passes."""
     if not kept:
-        monkeypatch.setattr(_linear_kept, "kept_rows", lambda *_: 0)
+        monkeypatch.setattr(triton_forward_gradients, "kept_rows", lambda *_: 0)
     hidden = torch.randn(*shape, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=trained)
     target = torch.arange(hidden.shape[:2].numel()).view(shape) % vocabulary
@@ -164,38 +163,41 @@ def test_sizes_of_nothing_and_one(monkeypatch, shape, hidden_size, vocabulary, i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("room", [80_000, 150_000, 2**25])
-def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, room):
+@pytest.mark.parametrize("space", [80_000, 150_000, 2**25])
+def test_logprobs_are_the_bits_of_linear_logprob_row_by_row(dtype, space):
     inputs, target = tensors(rows=(70,), dtype=torch.float32, ignored=0)
     hidden, weight = inputs["hidden"].detach().to(dtype), inputs["weight"].detach().to(dtype)
-    call = call_of(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, room, "triton")
+    call = checked_call(hidden, weight, target, None, 0.7, 8.0, 1.0, None, -100, None, space, "triton")
     plain = linear_logprob(hidden, weight, target, temperature=0.7, softcap=8.0, backend="triton")
-    logprob, slope = _linear_kept.kept_slope(call.head, Rows(hidden, target, 0.7, torch.arange(70)), room)
+    logprob, slope = triton_forward_gradients.triton_hidden_grad(
+        call.head, RowSelection(hidden, target, 0.7, torch.arange(70)), space
+    )
     assert torch.equal(logprob, plain)
-    few_rows = Rows(hidden, target, 0.7, torch.arange(20, 53))
-    few, few_slope = _linear_kept.kept_slope(call.head, few_rows, room)
+    few_rows = RowSelection(hidden, target, 0.7, torch.arange(20, 53))
+    few, few_slope = triton_forward_gradients.triton_hidden_grad(call.head, few_rows, space)
     assert torch.equal(few, plain[20:53])
     assert torch.equal(few_slope[20:53], slope[20:53])
 
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_kept_logits_become_the_very_dlogits_that_are_formed_again(softcap):
-    from amir_kernels.linear_logprob.backward import Slopes
-    from amir_kernels.linear_logprob.head import Head, Lora, Ranges
+    from amir_kernels.linear_logprob.backward import RowCoefficients
+    from amir_kernels.linear_logprob.head import Head, Lora
+    from amir_kernels.linear_logprob.tiling import Tiling
 
     inputs, target = tensors(rows=(30,), dtype=torch.float32, rank=3, ignored=0)
     inputs = {name: value.detach().half() for name, value in inputs.items()}
     lora = Lora(inputs["a"], inputs["b"], 0.5)
     head = Head(inputs["weight"], inputs["bias"], lora, softcap, 1.3, torch.float16)
-    ranges = Ranges([(0, 30)], [(0, 160), (160, 301)])
-    block = Rows(inputs["hidden"], target, torch.rand(30) + 0.5, torch.arange(30)).block(head, 0, 30)
-    kept = _linear_triton.room_for_logits(head, 32)
-    stats = _linear_triton.block_stats(head, block, with_entropy=False, kept=kept)
-    slopes = Slopes(stats.shift, torch.randn(32), None, torch.randn(32))
-    for start, stop in ranges.columns:
+    tiling = Tiling([(0, 30)], [(0, 160), (160, 301)])
+    block = RowSelection(inputs["hidden"], target, torch.rand(30) + 0.5, torch.arange(30)).block(head, 0, 30)
+    kept = triton_backend.empty_kept_logits(head, 32)
+    stats = triton_backend.block_stats(head, block, with_entropy=False, kept_logits=kept)
+    coefficients = RowCoefficients(stats.shift, torch.randn(32), None, torch.randn(32))
+    for start, stop in tiling.columns:
         again, ours = (
-            make(head, ranges, *more)(block, slopes, None, start, stop)
-            for make, more in ((_linear_triton.triton_dlogits, ()), (_linear_triton.kept_dlogits, (kept,)))
+            make(head, tiling, *more)(block, coefficients, None, start, stop)
+            for make, more in ((triton_backend.triton_dlogits, ()), (triton_backend.kept_dlogits, (kept,)))
         )
         assert again.norm() > 0
         assert torch.equal(ours, again)
@@ -218,15 +220,15 @@ def _is_target(dz, block, start):
 @pytest.mark.parametrize("trained", [(), ("weight",)])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_comparison_used_here_rejects_wrong_dlogits(monkeypatch, trained, mutant):
-    right = _linear_kept.kept_dlogits
+    right = triton_forward_gradients.kept_dlogits
 
-    def wrong(head, ranges, kept):
-        form = right(head, ranges, kept)
-        return lambda block, slopes, weight, start, stop: MUTANTS[mutant](
-            form(block, slopes, weight, start, stop), block, start
+    def wrong(head, tiling, kept):
+        form = right(head, tiling, kept)
+        return lambda block, coefficients, weight, start, stop: MUTANTS[mutant](
+            form(block, coefficients, weight, start, stop), block, start
         )
 
-    monkeypatch.setattr(_linear_kept, "kept_dlogits", wrong)
+    monkeypatch.setattr(triton_forward_gradients, "kept_dlogits", wrong)
     case = loss_case(torch.float32, trained=trained, vocabulary=301)
     with pytest.raises(AssertionError, match="allowed"):
         judge(*case, temperature=0.7)
@@ -310,9 +312,9 @@ def test_what_cannot_be_formed_takes_two_passes(monkeypatch, dtype, trained):
     ("vocabulary", "hidden_size", "parts", "rows"),
     [
         (151_936, 3584, {}, 384),
-        (151_936, 3584, {"weight_gradient": True, "room": 2**28}, 0),
-        (151_936, 3584, {"weight_gradient": True, "room": 660 * 2**20}, 1024),
-        (151_936, 3584, {"room": 160 * 2**20}, 0),
+        (151_936, 3584, {"weight_gradient": True, "space": 2**28}, 0),
+        (151_936, 3584, {"weight_gradient": True, "space": 660 * 2**20}, 1024),
+        (151_936, 3584, {"space": 160 * 2**20}, 0),
         (32_000, 4096, {}, 1408),
         (32_000, 4096, {"weight_gradient": True}, 1408),
         (262_144, 2304, {}, 0),
@@ -322,16 +324,19 @@ def test_what_cannot_be_formed_takes_two_passes(monkeypatch, dtype, trained):
 )
 def test_logits_are_kept_where_the_workspace_holds_enough_rows(monkeypatch, vocabulary, hidden_size, parts, rows):
     """Of a GPU's default tiles; nothing about the batch is asked."""
-    from amir_kernels.linear_logprob import head as _linear_head
+    from amir_kernels.linear_logprob import tiling
     from amir_kernels.linear_logprob.head import Head
 
     monkeypatch.undo()
-    monkeypatch.setattr(_linear_head, "LIMITS", {})
+    monkeypatch.setattr(tiling, "MAX_TILE", {})
     monkeypatch.setattr(Head, "operand", property(lambda head: head.compute))
-    parts = {"dtype": torch.bfloat16, "room": 2**28, "weight_gradient": False} | parts
+    parts = {"dtype": torch.bfloat16, "space": 2**28, "weight_gradient": False} | parts
     weight = torch.empty(vocabulary, hidden_size, dtype=parts.pop("dtype"), device="meta")
     head = Head(weight, None, None, None, 1.0, weight.dtype)
-    found = [_linear_kept.kept_rows(head, 2**28, room, parts["weight_gradient"]) for room in (parts["room"], 2**40)]
+    found = [
+        triton_forward_gradients.kept_rows(head, 2**28, space, parts["weight_gradient"])
+        for space in (parts["space"], 2**40)
+    ]
     assert found[0] == rows <= found[1]
 
 
@@ -350,5 +355,5 @@ def test_compiles_as_one_graph():
 def test_opcheck_of_the_slope():
     inputs, target = tensors(rows=(20,), dtype=torch.float32, ignored=2)
     hidden, weight = inputs["hidden"].detach().requires_grad_(), inputs["weight"].detach()
-    call = call_of(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, SMALL, "triton")
-    torch.library.opcheck(torch.ops.amir_kernels.linear_logprob_slope, tuple(call))
+    call = checked_call(hidden, weight, target, None, 0.7, 5.0, 1.0, None, -100, None, SMALL, "triton")
+    torch.library.opcheck(torch.ops.amir_kernels.linear_logprob_hidden_grad, tuple(call))

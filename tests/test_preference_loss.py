@@ -385,7 +385,7 @@ def test_no_pair_tensor_is_formed_or_kept(monkeypatch):
     rewards = torch.randn(rows, dtype=torch.float64)
     where = module.segments(rows, rows, rewards.device)
     with Largest() as largest:
-        module._row_sums_torch(torch.randn(rows), rewards, where, rows, 0.2, 0.0, False, 0)
+        module._row_sums_torch(torch.randn(rows), rewards, where, rows, module.PairRule())
     assert largest.elements <= 1024 + rows
 
     kept = []

@@ -21,8 +21,7 @@ from amir_kernels import (
     pass_at_k_advantage,
     preference_loss,
 )
-from amir_kernels.linear_logprob import triton_backend as _linear_triton
-from amir_kernels.linear_logprob import triton_forward_gradients as _linear_kept
+from amir_kernels.linear_logprob import triton_backend, triton_forward_gradients
 
 H, V = 40, 2001
 TOKENS = (1, 2, 7, 16, 33, 100, 255, 1000, 2047, 4096, 9999, 16_384)
@@ -42,7 +41,7 @@ class Launches:
         self.keys: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
         self.count = 0
         backend = make_backend(target)
-        for module in (_linear_triton, _group_kernels):
+        for module in (triton_backend, _group_kernels):
             for name, kernel in vars(module).copy().items():
                 if name.endswith("_kernel"):
                     function = JITFunction(kernel.fn)
@@ -93,8 +92,8 @@ def head_losses(dtype, tokens, temperature):
 def test_the_heads_kernels_are_compiled_a_handful_of_times(monkeypatch, architecture, target, dtype):
     """Twelve numbers of tokens, five temperatures and one for each token; the vocabulary's last tile is ragged."""
     launches = Launches(monkeypatch, target)
-    monkeypatch.setattr(_linear_triton, "architecture_of", lambda device: architecture)
-    monkeypatch.setattr(_linear_kept, "LEAST_HIDDEN", 0)
+    monkeypatch.setattr(triton_backend, "device_architecture", lambda device: architecture)
+    monkeypatch.setattr(triton_forward_gradients, "MIN_HIDDEN", 0)
     cases = [(tokens, 1.0) for tokens in TOKENS] + [(33, temperature) for temperature in TEMPERATURES]
     for tokens, temperature in [*cases, (33, torch.rand(33) + 0.5)]:
         for loss in head_losses(dtype, tokens, temperature):
@@ -126,8 +125,8 @@ def inspected(launch, nvidia):
 def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, target):
     """Plain and with every option, float32: types, constants, hints and resources."""
     launches = Launches(monkeypatch, target)
-    monkeypatch.setattr(_linear_triton, "architecture_of", lambda device: architecture)
-    monkeypatch.setattr(_linear_triton, "_device_size", lambda device: (132, 50 * 10**6))
+    monkeypatch.setattr(triton_backend, "device_architecture", lambda device: architecture)
+    monkeypatch.setattr(triton_backend, "_device_size", lambda device: (132, 50 * 10**6))
     tokens, vocabulary, rank = 256, 2000, inspect.RANK
     hidden, weight = torch.randn(tokens, H, requires_grad=True), torch.randn(vocabulary, H)
     target = torch.randint(0, vocabulary, (tokens,))

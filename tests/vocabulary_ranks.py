@@ -111,7 +111,9 @@ def compare_fsdp2() -> None:
     sharded.reshard()
     replicated = distribute_tensor(plain.head.weight.detach(), mesh, [Replicate()])
     for weight in (sharded.head.weight, replicated):
-        with pytest.raises(ValueError, match=r"DTensor; gather it first: weight.full_tensor\(\)"):
+        with pytest.raises(
+            ValueError, match=r"DTensor, expected the whole tensor; gather it first: weight.full_tensor\(\)"
+        ):
             linear_logprob(tensors["hidden"], weight, target)
         gathered = linear_logprob(tensors["hidden"], weight.full_tensor(), target)
         assert torch.equal(gathered, linear_logprob(tensors["hidden"], plain.head.weight, target))

@@ -36,7 +36,7 @@ class TokenLayout:
         """Tokens that count in each row, `[B]`."""
         return self.sum(self.keep.to(dtype))
 
-    def spread(self, per_row: Tensor) -> Tensor:
+    def broadcast(self, per_row: Tensor) -> Tensor:
         """A value per row `[B]`, as a value per token."""
         return per_row[self.row_of] if self.row_of is not None else per_row[:, None].expand(self.keep.shape)
 
@@ -45,7 +45,7 @@ class TokenLayout:
         check_float(name, values)
         check_devices("logprobs", self.keep.device, {name: values})
         if tuple(values.shape) == (self.rows,):
-            return self.clean(self.spread(values), dtype)
+            return self.clean(self.broadcast(values), dtype)
         if values.shape != self.keep.shape:
             raise ValueError(
                 f"{name} must be one value per row {[self.rows]} or per token {list(self.keep.shape)}, "

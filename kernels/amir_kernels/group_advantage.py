@@ -67,12 +67,12 @@ def group_advantage(
     check_flag("unbiased", unbiased)
     _check_rewards(rewards, group)
     exact = rewards.detach().to(torch.float64)
-    factors = _factors(weights, rewards)
+    factors = _checked_weights(weights, rewards)
     triton = use_triton(backend, rewards)
     groups = _find_groups(group, rewards.shape[0], rewards.device)
     options = _Options(baseline, scale, eps, unbiased)
     if combine == "sum":
-        total = exact if factors is None else _weighted_sum(exact, factors)
+        total = exact if factors is None else weighted_sum(exact, factors)
         advantages = _advantages(total, groups, options, triton)
     else:
         if factors is None:
@@ -106,7 +106,7 @@ def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
         raise ValueError(f"rewards must be finite, or NaN for a row without one; row {row} is infinite")
 
 
-def _factors(weights: Tensor | Sequence[float] | None, rewards: Tensor) -> Tensor | None:
+def _checked_weights(weights: Tensor | Sequence[float] | None, rewards: Tensor) -> Tensor | None:
     """One factor per reward function; None for rewards `[B]`."""
     if rewards.dim() == 1:
         if weights is not None:
@@ -124,8 +124,14 @@ def _factors(weights: Tensor | Sequence[float] | None, rewards: Tensor) -> Tenso
     return factors
 
 
-def _weighted_sum(columns: Tensor, factors: Tensor) -> Tensor:
-    """Sum over the functions that are not NaN; NaN where all are."""
+def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
+    """The rewards `[B, F]` of several functions as one, `sum_f weights_f * rewards_f`, float64 `[B]`, without a graph.
+
+    A function that is NaN for a row is left out of the row's sum; a row is NaN where all functions are. `weights` are F
+    numbers, one per function.
+    """
+    columns = rewards.detach().to(torch.float64)
+    factors = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
     return torch.where(columns.isnan().all(dim=1), math.nan, (columns * factors).nansum(dim=1))
 
 
@@ -192,7 +198,7 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
     else:
         advantages = _advantages_torch(ordered, scored, groups, options)
     if options.scale == "batch":
-        advantages = _over(advantages, _deviation(ordered, scored, options.unbiased) + options.eps)
+        advantages = _divide(advantages, _deviation(ordered, scored, options.unbiased) + options.eps)
     return groups.where.unsort(advantages)
 
 
@@ -213,14 +219,14 @@ def _advantages_torch(ordered: Tensor, scored: Tensor, groups: _Groups, options:
     if options.scale == "std":
         squares = groups.sum(centered.square())
         variance = squares / ((count - 1) if options.unbiased else count).clamp(min=1)
-        return _over(advantages, variance.sqrt() + options.eps)
+        return _divide(advantages, variance.sqrt() + options.eps)
     if options.scale == "bernoulli":
         success = torch.where(count > 0, least + mean_excess, 0)
-        return _over(advantages, (success * (1 - success) + options.eps).sqrt())
+        return _divide(advantages, (success * (1 - success) + options.eps).sqrt())
     return advantages
 
 
-def _over(advantages: Tensor, scale: Tensor) -> Tensor:
+def _divide(advantages: Tensor, scale: Tensor) -> Tensor:
     """An advantage of exactly 0 stays 0, also over a scale of 0."""
     return torch.where(advantages == 0, 0, advantages / scale)
 
@@ -243,7 +249,7 @@ def _normalize_then_sum(rewards: Tensor, factors: Tensor, groups: _Groups, optio
     mean = torch.where(scored, summed, 0).sum() / scored.sum().clamp(min=1)
     differ = torch.where(scored, summed - mean, 0).norm() > ROUNDING * addends.norm()
     scale = _deviation(summed, scored, options.unbiased) + options.eps
-    return torch.where(scored & differ & _informative(rewards, groups), _over(summed - mean, scale), 0)
+    return torch.where(scored & differ & _informative(rewards, groups), _divide(summed - mean, scale), 0)
 
 
 def _informative(rewards: Tensor, groups: _Groups) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .amir_loss import AmirLoss
 from .linear_logprob import LogprobEntropy
 from .objective import OBJECTIVES, Objective
-from .policy_loss import AmirLoss, PolicyLoss
+from .policy_loss import PolicyLoss
 from .preference_loss import PairLogits, PreferenceLoss
 
 # ---- log-probabilities from hidden states --------------------------------------------------------------------------

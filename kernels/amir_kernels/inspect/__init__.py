@@ -8,13 +8,14 @@ the cards of that architecture a roofline: a prediction from counted flops and b
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ..linear_logprob.head import Head, Lora, round_up
-from ..linear_logprob.triton_tiles import Config, config_of, splits_of
+from ..linear_logprob.triton_tiles import Config, select_config, vocabulary_splits
 from .machine_code import amd_facts, nvidia_facts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -108,26 +109,35 @@ def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, transposed: boo
 
 
 def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]:
-    from ..linear_logprob.triton_backend import group_of
+    from ..linear_logprob.triton_backend import row_tiles_per_group
 
     pointer, (vocabulary, hidden_size) = POINTERS[head.compute], head.weight.shape
-    splits, each = splits_of(vocabulary, config)
+    splits, each = vocabulary_splits(vocabulary, config)
     values: dict[str, Any] = dict.fromkeys(("hidden", "weight", "dlogits", "bias", "lora_b"), pointer)
     if config.descriptors:
         for name, tall in (("hidden", config.rows), ("weight", config.columns)):
             values[name] = f"tensordesc<{pointer[1:]}[{tall}, {config.depth}]>"
-    names = ("low_rank", "temperature", "partial", "picked", "shift", "slope_a", "slope_b", "at_target")
-    values |= dict.fromkeys(names, "*fp32") | {"target": "*i64", "kept": "*fp32"}
+    names = (
+        "low_rank",
+        "temperature",
+        "partial",
+        "target_logit",
+        "shift",
+        "coefficient_a",
+        "coefficient_b",
+        "at_target",
+    )
+    values |= dict.fromkeys(names, "*fp32") | {"target": "*i64", "kept_logits": "*fp32"}
     values |= {"N": ROWS, "H": hidden_size, "V": vocabulary, "rank": RANK if head.lora else 0}
-    values |= dict(zip(("weight_row", "weight_column"), head.weight.stride(), strict=True))
+    values |= dict(zip(("weight_row_stride", "weight_column_stride"), head.weight.stride(), strict=True))
     values |= {
         "splits": splits,
         "split_tiles": each,
         "start": 4096,
         "width": 4096,
-        "kept_row": -(-vocabulary // 256) * 256,
+        "kept_row_stride": -(-vocabulary // 256) * 256,
     }
-    values |= {"group": group_of(hidden_size, head.compute.itemsize, config, cache_bytes)}
+    values |= {"group": row_tiles_per_group(hidden_size, head.compute.itemsize, config, cache_bytes)}
     return values | {"softcap": 30.0, "logit_scale": 1.0}
 
 
@@ -138,8 +148,8 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
     for transposed in (False, True):
         for everything in (False, True):
             head = _head(dtype, hidden_size, vocabulary, transposed, everything)
-            config = config_of(head, architecture)
-            options = kernels.options_of(head, config, everything)
+            config = select_config(head, architecture)
+            options = kernels.kernel_options(head, config, everything)
             resources = {name: int(str(options.pop(name))) for name in ("num_warps", "num_stages")}
             values = _head_values(head, config, cache_bytes) | options
             sweeps = -(-ROWS // (config.rows * values["group"]))
@@ -158,7 +168,7 @@ def _head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, voca
     elements, constants = ROWS * 4096, frozenset({"COMPUTE", "CAPPED", "BLOCK_M", "BLOCK_V"})
     moved = (4 + dtype.itemsize) * elements
     yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, {}, 20 * elements, moved)
-    splits = splits_of(vocabulary, config)[0]
+    splits = vocabulary_splits(vocabulary, config)[0]
     values = {"partial": "*fp32", "merged": "*fp32", "N": ROWS, "splits": splits, "BLOCK": kernels.MERGE_ROWS}
     moved = 12 * ROWS * (splits + 1)
     yield Launch(kernels.merge_kernel, "", values, frozenset({"BLOCK"}), {}, 12 * ROWS * splits, moved)
@@ -330,3 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{row.pop('kernel')} ({row.pop('form')})")
             print("\n".join(f"    {name:32} {value}" for name, value in row.items()))
     return int(any(row["spill_bytes"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

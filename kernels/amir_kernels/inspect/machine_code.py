@@ -14,6 +14,8 @@ COPIES = r"\b(LDGSTS|UTMALDG|global_load|buffer_load)"
 
 
 class Instruction(NamedTuple):
+    """A machine instruction and where it stands."""
+
     place: int
     text: str
     target: int | None
@@ -85,6 +87,7 @@ def _loop_facts(code: list[Instruction]) -> dict[str, Any]:
 
 
 def nvidia_facts(cubin: bytes) -> dict[str, Any]:
+    """Counts from the SASS of a compiled kernel, by `cuobjdump`, which comes with Triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -113,7 +116,10 @@ def nvidia_facts(cubin: bytes) -> dict[str, Any]:
 
 
 def amd_facts(text: str) -> dict[str, Any]:
-    """`registers` are a lane's vector registers in all, those for accumulation (CDNA) included."""
+    """Counts from the assembly of a compiled kernel.
+
+    `registers` are all vector registers of a lane, those for accumulation (CDNA) included.
+    """
     counts = {name: int(number) for name, number in re.findall(r"\.([av]gpr_count|vgpr_spill_count):\s+(\d+)", text)}
     code = _gcn(text)
     lines = [line.text for line in code]

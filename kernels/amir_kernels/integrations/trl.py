@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from .._checks import check_choice, check_flag, check_number
 from ..linear_logprob import linear_logprob, linear_logprob_entropy
-from ..preference_loss import preference_loss, preference_weights, sequence_logprob
+from ..preference_loss import preference_loss, preference_weights
+from ..sequence_logprob import sequence_logprob
 from ..support import Support, supports
 
 COVERED = "1.16"

@@ -1,6 +1,7 @@
-"""Block shapes of the head's Triton kernels, by architecture, dtype and whether tensor descriptors can read the head.
+"""Tile shapes of the head's Triton kernels, by architecture, dtype and whether tensor descriptors can read the head.
 
-Needs no triton. Every row compiles without spilled registers, with every option (`python -m amir_kernels.inspect`).
+This module does not need triton. Every row of the table compiles without spilled registers, with every option of the
+head (`python -m amir_kernels.inspect` shows it).
 """
 
 from typing import NamedTuple
@@ -19,9 +20,9 @@ class Config(NamedTuple):
     warps: int
     stages: int
     programs: int = 1
-    """that a multiprocessor runs at once"""
+    """programs that a multiprocessor runs at once"""
     descriptors: bool = False
-    """whether operands come by tensor descriptors, else by pointers"""
+    """whether operands are read by tensor descriptors, else by pointers"""
 
 
 TABLE = {
@@ -58,12 +59,12 @@ TABLE = {
     ("gfx1100", "float32", "pointers"): Config(64, 32, 16, 4, 2),
 }
 LARGEST_TILE = 128, 256
-"""Rows and columns that every tile's divide."""
+"""Multiples of every tile's rows and columns."""
 SPLIT_COLUMNS = 4096
 """Vocabulary columns of a split: enough splits to fill a GPU with few rows, few enough that the partials stay small."""
 
 
-def architecture_of(device: torch.device) -> str:
+def device_architecture(device: torch.device) -> str:
     """ "sm_90" and the like on NVIDIA, "gfx942" and the like on AMD; "other" elsewhere, and in the interpreter."""
     if device.type != "cuda":
         return "other"
@@ -74,23 +75,23 @@ def architecture_of(device: torch.device) -> str:
 
 
 def describable(head: Head) -> bool:
-    """Whether tensor descriptors can read hidden states and head: rows of 16-byte steps, contiguous, of one dtype."""
+    """Whether tensor descriptors can read hidden states and head: contiguous, one dtype, rows in steps of 16 bytes."""
     weight, itemsize = head.weight, head.compute.itemsize
     steps = (weight.shape[1] * itemsize, weight.stride(0) * itemsize, weight.data_ptr())
     dense = weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1] > 0
     return head.compute == weight.dtype and dense and not any(step % 16 for step in steps)
 
 
-def config_of(head: Head, architecture: str) -> Config:
-    """The row of the table, by the head alone and never by the batch or the results asked for: all share their bits."""
+def select_config(head: Head, architecture: str) -> Config:
+    """The row of the table for a head. It depends on neither the batch nor the results: all share their bits."""
     kind = "float32" if head.compute == torch.float32 else "rich" if head.lora or head.softcap else "plain"
     ways = ["descriptors", "pointers"] if describable(head) else ["pointers"]
     rows = (TABLE.get((name, kind, way)) for name in (architecture, "other") for way in ways)
     return next(row for row in rows if row)
 
 
-def splits_of(vocabulary: int, config: Config) -> tuple[int, int]:
-    """(splits, vocabulary tiles of each): of V alone, so that a row's bits do not depend on the batch."""
+def vocabulary_splits(vocabulary: int, config: Config) -> tuple[int, int]:
+    """(splits, vocabulary tiles of each). They depend on V alone, so that a row's bits do not depend on the batch."""
     tiles = -(-vocabulary // config.columns)
     each = max(1, SPLIT_COLUMNS // config.columns)
     return -(-tiles // each), each

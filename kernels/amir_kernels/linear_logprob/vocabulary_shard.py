@@ -1,7 +1,7 @@
 """A vocabulary split over the ranks of a process group: each holds consecutive rows of the head, in rank order.
 
 Every rank must call with the same rows, targets and upstream gradients. Partial statistics are gathered and merged in
-rank order, not reduced, so that the order of summation never depends on how many rows there are.
+rank order, not reduced, so that the order of summation never depends on the number of rows.
 """
 
 from typing import NamedTuple
@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .torch_backend import RowStats
+from .rows import RowStats
 
 
-class Shard(NamedTuple):
+class VocabularyShard(NamedTuple):
     """The part of the vocabulary that this rank holds."""
 
     group: "dist.ProcessGroup | None"
-    """None: the vocabulary is whole"""
+    """None: this rank holds the whole vocabulary"""
     first: int
     rows: int
     vocabulary: int
     """of all ranks together"""
 
     @classmethod
-    def of(cls, group_name: str, weight: Tensor) -> "Shard":
-        """Asks the ranks for their numbers of rows; waits for them."""
+    def of(cls, group_name: str, weight: Tensor) -> "VocabularyShard":
+        """Gathers the number of rows of every rank; synchronizes the ranks."""
         rows = weight.shape[0]
         if not group_name:
             return cls(None, 0, rows, rows)
@@ -33,9 +33,9 @@ class Shard(NamedTuple):
 
         group = _resolve_process_group(group_name)  # type: ignore[arg-type]
         own = torch.tensor([rows], device=weight.device)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own, group=group)
-        sizes = [int(size) for size in everyone]
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, own, group=group)
+        sizes = [int(size) for size in gathered]
         return cls(group, sum(sizes[: dist.get_rank(group)]), rows, sum(sizes))
 
     def local(self, target: Tensor) -> Tensor:
@@ -50,17 +50,17 @@ class Shard(NamedTuple):
         if self.group is None:
             return stats
         own = torch.stack([value for value in stats if value is not None])
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyone, own, group=self.group)
-        shift = torch.stack([part[0] for part in everyone]).amax(0)
-        total, weighted, picked = (torch.zeros_like(shift) for _ in range(3))
-        for part in everyone:
-            fade = torch.exp(part[0] - shift)
-            total += fade * part[1]
-            picked += part[-1]
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, own, group=self.group)
+        shift = torch.stack([part[0] for part in gathered]).amax(0)
+        total, weighted, target_logit = (torch.zeros_like(shift) for _ in range(3))
+        for part in gathered:
+            rescale = torch.exp(part[0] - shift)
+            total += rescale * part[1]
+            target_logit += part[-1]
             if stats.weighted is not None:
-                weighted += fade * (part[2] + (part[0] - shift) * part[1])
-        return RowStats(shift, total, None if stats.weighted is None else weighted, picked)
+                weighted += rescale * (part[2] + (part[0] - shift) * part[1])
+        return RowStats(shift, total, None if stats.weighted is None else weighted, target_logit)
 
     def sum(self, partial: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The sum over ranks of a gradient that each formed from its own columns."""
