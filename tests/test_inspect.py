@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from amir_kernels.inspect import _amd_occupancy
+from amir_kernels.inspect.gpus import amd_occupancy
 
 triton = pytest.importorskip("triton")
 
@@ -153,7 +153,7 @@ HAND = [
 
 @pytest.mark.parametrize(("architecture", "registers", "warps", "shared", "programs", "waves"), HAND)
 def test_programs_and_waves_of_amd_by_hand(architecture, registers, warps, shared, programs, waves):
-    found = _amd_occupancy(architecture, registers, warps, shared)
+    found = amd_occupancy(architecture, registers, warps, shared)
     assert found == {"programs_per_multiprocessor": programs, "waves_per_simd": waves}
 
 
@@ -161,7 +161,7 @@ def test_waves_by_registers_are_the_compilers_own(rows):
     seen = [row for row in rows if row["arch"] in AMD]
     assert {row["arch"] for row in seen} == set(AMD)
     for row in seen:
-        alone = _amd_occupancy(row["arch"], row["registers"], 4, 0)["waves_per_simd"]
+        alone = amd_occupancy(row["arch"], row["registers"], 4, 0)["waves_per_simd"]
         assert alone == row["waves_per_simd_by_registers"] >= row["waves_per_simd"] > 0, row
         assert row["accumulation_registers"] <= row["registers"], row
 
@@ -176,9 +176,9 @@ def test_command_prints_one_kernel_and_names_the_prediction():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--hidden", "-3"], "at least 1"),
-        (["--vocabulary", "0"], "at least 1"),
-        (["--only", "stat_kernel"], "no kernel"),
+        (["--hidden", "-3"], "must be a whole number of at least 1, got '-3'"),
+        (["--vocabulary", "0"], "must be a whole number of at least 1, got '0'"),
+        (["--only", "stat_kernel"], "no kernel's name starts with stat_kernel; leave it out"),
     ],
 )
 def test_what_is_not_there_is_no_success(option, message):
@@ -194,4 +194,5 @@ def test_interpreted_kernels_cannot_be_inspected():
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
+    assert "TRITON_INTERPRET=1 is set" in done.stderr
     assert "unset it" in done.stderr

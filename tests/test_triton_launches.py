@@ -14,13 +14,14 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from amir_kernels import (
     _group_kernels,
     group_advantage,
-    inspect,
     linear_logprob,
     linear_logprob_entropy,
     linear_policy_loss,
     pass_at_k_advantage,
     preference_loss,
 )
+from amir_kernels.inspect import launches as inspected_launches
+from amir_kernels.inspect import specialization
 from amir_kernels.linear_logprob import triton_backend, triton_forward_gradients
 
 H, V = 40, 2001
@@ -108,7 +109,7 @@ LETTERS = {"tt.divisibility": "D", "tt.pointer_range": "S"}
 
 def inspected(launch, nvidia):
     """The key of what `inspect` compiles."""
-    types, constants, hints = inspect.specialization(launch, nvidia)
+    types, constants, hints = specialization(launch, nvidia)
     arguments = [
         (
             kind,
@@ -127,7 +128,7 @@ def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, tar
     launches = Launches(monkeypatch, target)
     monkeypatch.setattr(triton_backend, "device_architecture", lambda device: architecture)
     monkeypatch.setattr(triton_backend, "_device_size", lambda device: (132, 50 * 10**6))
-    tokens, vocabulary, rank = 256, 2000, inspect.RANK
+    tokens, vocabulary, rank = 256, 2000, inspected_launches.RANK
     hidden, weight = torch.randn(tokens, H, requires_grad=True), torch.randn(vocabulary, H)
     target = torch.randint(0, vocabulary, (tokens,))
     linear_logprob(hidden, weight, target, backend="triton").sum().backward()
@@ -136,15 +137,18 @@ def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, tar
     linear_logprob_entropy(hidden, weight, target, **options).entropy.sum().backward()
     rows = {"advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, tokens]), "objective": "reinforce"}
     linear_policy_loss(hidden, weight, target, None, **rows, **options)
-    rewards = torch.arange(inspect.COMPLETIONS) % 2
-    scores = torch.zeros(inspect.COMPLETIONS)
-    group_advantage(rewards, inspect.GROUP, backend="triton")
-    pass_at_k_advantage(rewards, inspect.GROUP, 4, backend="triton")
+    rewards = torch.arange(inspected_launches.COMPLETIONS) % 2
+    scores = torch.zeros(inspected_launches.COMPLETIONS)
+    group_advantage(rewards, inspected_launches.GROUP, backend="triton")
+    pass_at_k_advantage(rewards, inspected_launches.GROUP, 4, backend="triton")
     for more in ({}, {"max_pairs_per_group": 20}):
-        preference_loss(scores, rewards, inspect.GROUP, **more, backend="triton")
+        preference_loss(scores, rewards, inspected_launches.GROUP, **more, backend="triton")
 
     known = defaultdict(set)
-    for launch in (*inspect._head_launches(architecture, torch.float32, H, vocabulary), *inspect._group_launches()):
+    for launch in (
+        *inspected_launches.head_launches(architecture, torch.float32, H, vocabulary),
+        *inspected_launches.group_launches(),
+    ):
         known[launch.kernel.kernel_name].add(inspected(launch, architecture == "sm_90"))
     assert launches.keys.keys() == known.keys()
     for name, keys in launches.keys.items():
