@@ -67,9 +67,7 @@ def linear_logprob_entropy(
     `ignore_index` give 0 and zero gradients. `workspace_bytes` and `backend` have no effect here.
     """
     if process_group is not None:
-        raise NotImplementedError(
-            "process_group must be None: the reference needs the whole vocabulary; gather the weight first"
-        )
+        raise NotImplementedError("process_group must be None: the reference takes the whole weight; gather it first")
     counted = target != ignore_index
     outside = counted & ((target < 0) | (target >= weight.shape[0]))
     if outside.any():
