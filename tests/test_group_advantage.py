@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from amir_kernels import group_advantage, pass_at_k_advantage, reference
+from amir_kernels.group_advantage import weighted_sum
 
 EIGHT = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
 NAN = math.nan
@@ -292,6 +293,14 @@ def test_no_rows(backend, group):
 def test_refusals(arguments, settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         group_advantage(*arguments, **settings)
+
+
+def test_a_weighted_sum_leaves_out_the_functions_without_a_reward():
+    rewards = torch.tensor([[1.0, 0.5], [NAN, 0.5], [1.0, NAN], [NAN, NAN]])
+    got = weighted_sum(rewards, [2.0, -1.0])
+    assert got.dtype == torch.float64
+    assert torch.equal(got.nan_to_num(9.0), torch.tensor([1.5, -0.5, 2.0, 9.0], dtype=torch.float64))
+    assert torch.equal(weighted_sum(rewards, torch.tensor([2.0, -1.0]))[:3], got[:3])
 
 
 ADDENDS = [[0.1, 0.2], [0.2, 0.1], [0.3, 0.0], [0.15, 0.15]]
