@@ -101,12 +101,14 @@ def doctor() -> None:
 
 
 def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
+    from .policy.smollm2 import awaits_conversion
     from .run.directory import check_run_directory, choose_output_dir
 
     path = choose_output_dir(Path(run).stem, config, resume=resume)
     check_run_directory(path, config, resume=resume)
+    once = "; its weights are converted once, in about a minute" if awaits_conversion(config.model) else ""
     typer.echo(f"run directory: {path}")
-    typer.echo("loading torch, the model and the task ...")
+    typer.echo(f"loading torch, the model and the task ...{once}")
     return path
 
 
@@ -121,6 +123,7 @@ def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None
 
 def _quiet_libraries() -> None:
     """Keeps progress bars, advice and notices of deprecation out of a run's output."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which Transformers does
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")

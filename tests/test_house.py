@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import amir_kernels
+
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the sources are not here: a wheel is tested")
@@ -128,9 +130,13 @@ def test_the_archives_hold_what_they_should(tmp_path):
     subprocess.run(build, check=True, capture_output=True, text=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
+        metadata = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     folders = {name.partition("/")[0] for name in names}
     assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"amir", "amir_kernels"}
     assert {"amir/recipes/quickstart.yaml", "amir/py.typed", "amir_kernels/py.typed"} <= names
+    assert f"\nVersion: {amir_kernels.__version__}\n" in metadata
+    for field in ("Classifier: Typing :: Typed", "Description-Content-Type: text/markdown", "Project-URL: "):
+        assert f"\n{field}" in metadata
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         inner = {name.partition("/")[2] for name in archive.getnames()}
     assert {"Makefile", "constraints.txt", "tests/test_house.py", "bench/table.py", ".ci/run", "LICENSE"} <= inner
