@@ -114,16 +114,17 @@ def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
 
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
     """Trains; the other ranks get configuration and folder from the first."""
+    _quiet_libraries()
+
     from .distributed import joined_ranks
 
-    _quiet_libraries()
     with joined_ranks() as ranks:
         _train_with(ranks, *ranks.gather((path, config))[0], resume=resume)
 
 
 def _quiet_libraries() -> None:
     """Keeps progress bars, advice and notices of deprecation out of a run's output."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which Transformers does
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which torch does
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")

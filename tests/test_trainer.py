@@ -432,9 +432,10 @@ def test_without_the_trainers_packages_the_command_says_what_to_install(tmp_path
 
 
 @pytest.mark.parametrize("logger", ["bitsandbytes.backends.cpu.ops", "transformers"])
-def test_a_run_shows_no_warnings_of_libraries(tmp_path, logger: str) -> None:
+def test_a_run_shows_no_warnings_and_bars_of_libraries(tmp_path, logger: str) -> None:
     script = "import logging, amir.__main__ as command; command._quiet_libraries()\n"
-    script += f"logging.getLogger({logger!r}).warning('foreign'); logging.getLogger({logger!r}).error('wrong')"
+    script += f"logging.getLogger({logger!r}).warning('foreign'); logging.getLogger({logger!r}).error('wrong')\n"
+    script += "from tqdm.auto import tqdm; list(tqdm([1], desc='foreign'))"
     done = python("-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "foreign" not in done.stderr
