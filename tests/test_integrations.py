@@ -39,7 +39,7 @@ def replacements():
         yield pytest.param(before, after, id=re.search(r"(?:from|import) (?!amir)(\w+)", block)[1])
 
 
-@pytest.mark.parametrize(("before", "after"), replacements())
+@pytest.mark.parametrize(("before", "after"), list(replacements()))
 def test_the_printed_replacement_is_one(before, after, monkeypatch):
     """Run as printed: the names that the lines before bind are bound to ours after."""
     if any("verl" in line for line in after):

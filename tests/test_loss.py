@@ -157,9 +157,7 @@ def test_terms_apart_are_measured_in_every_nth_step_and_refused_where_gradients_
     assert abs(policy_norm - pair_norm) <= norm * (1 + 1e-6)
     assert norm <= (policy_norm + pair_norm) * (1 + 1e-6)
     assert min(policy_norm, pair_norm) > 0
-    with pytest.raises(
-        ConfigError, match=r"^term_gradient_steps = 2: not supported .* use LoRA, or run one rank"
-    ):
+    with pytest.raises(ConfigError, match=r"^term_gradient_steps = 2: not supported .* use LoRA, or run one rank"):
         _load(run_config(lora=None, term_gradient_steps=2), sharded=True)
 
 

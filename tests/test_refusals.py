@@ -230,7 +230,7 @@ def cases_of_tensors():
                 yield pytest.param(op, name, id=f"{op.__name__}-{name}")
 
 
-@pytest.mark.parametrize(("op", "name"), cases_of_tensors())
+@pytest.mark.parametrize(("op", "name"), list(cases_of_tensors()))
 def test_tensors_elsewhere_are_refused(op, name):
     arguments = OPS[op]()
     if name in (*MAIN, "rewards") and name == next(iter(arguments)):
@@ -245,7 +245,7 @@ def test_tensors_elsewhere_are_refused(op, name):
         op(**elsewhere)
 
 
-@pytest.mark.parametrize(("op", "name"), cases_of_tensors())
+@pytest.mark.parametrize(("op", "name"), list(cases_of_tensors()))
 def test_floats_of_8_bits_are_refused(op, name):
     arguments = OPS[op]()
     value = arguments[name]
@@ -259,7 +259,7 @@ def test_floats_of_8_bits_are_refused(op, name):
         op(**arguments)
 
 
-@pytest.mark.parametrize(("op", "name"), cases_of_tensors())
+@pytest.mark.parametrize(("op", "name"), list(cases_of_tensors()))
 @pytest.mark.parametrize("value", ["text", [1.0, 2.0, 3.0, 4.0], (1.0, 2.0)], ids=str)
 def test_what_is_no_tensor_is_refused_by_name(op, name, value):
     with pytest.raises((TypeError, ValueError), match=f"^{name}.* must be "):

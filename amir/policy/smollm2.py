@@ -34,10 +34,19 @@ def packaged_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def awaits_conversion(model: str) -> bool:
+    """Whether `model` is the packaged one and its first use is to come."""
+    return model == MODEL_NAME and not _converted(packaged_gguf()).exists()
+
+
+def _converted(gguf: Path) -> Path:
+    return cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+
+
 def smollm2_folder() -> Path:
     """The converted model's folder; converts on the first call (seconds to a minute), atomically."""
     gguf = packaged_gguf()
-    target = cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+    target = _converted(gguf)
     if not target.exists():
         staging = target.with_name(f".{target.name}.{os.getpid()}")
         try:
