@@ -12,7 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from amir_kernels._interpreter import use_torch_products
 from parity import Parity
+
+use_torch_products()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
