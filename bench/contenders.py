@@ -22,7 +22,7 @@ from amir_kernels import linear_logprob, linear_policy_loss, policy_loss
 
 CLIP = 0.2
 DEAD_LOG_RATIO = 0.5
-"""Log-ratio of a token that the clip leaves without gradient."""
+"""Log-ratio of a token whose gradient the clip makes zero."""
 
 
 @dataclass(frozen=True)

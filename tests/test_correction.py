@@ -49,7 +49,7 @@ def test_far_log_probs_stay_finite_and_infinite_ones_count_as_missing() -> None:
             settings = CorrectionSettings.model_validate({"level": level, "mode": mode, "min": low})
             assert importance_weight(OLD, sampled, MASK, settings).isfinite().all()
     sums = mismatch_sums(OLD, sampled, MASK, None)
-    assert (sums["logprobs_given"], sums["logprobs_missing"]) == (3, 2)
+    assert (sums["logprobs_known"], sums["logprobs_missing"]) == (3, 2)
     assert all(math.isfinite(value) for value in sums.values())
 
 
@@ -69,7 +69,7 @@ def test_a_small_mean_difference_drops_long_completions_at_sequence_level() -> N
 def test_sums_give_the_mismatch_and_the_effective_sample_size() -> None:
     settings = CorrectionSettings.model_validate({"level": "sequence", "max": 1.5, "min": 0.9})
     sums = mismatch_sums(OLD, SAMPLED, MASK, settings)
-    assert sums["mismatch_sum"] / sums["logprobs_given"] == pytest.approx((0.5 + 0 + 0.5 + 0.1) / 4)
+    assert sums["mismatch_sum"] / sums["logprobs_known"] == pytest.approx((0.5 + 0 + 0.5 + 0.1) / 4)
     assert sums["mismatch_max"] == pytest.approx(0.5)
     c = torch.tensor([0.5, -0.6]).exp()
     effective = sums["weight_sum"] ** 2 / (sums["importance_weights"] * sums["weight_square_sum"])

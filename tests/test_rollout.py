@@ -191,7 +191,7 @@ def test_log_probs_that_a_sampler_does_not_give_are_missing_where_they_are() -> 
     ):
         assert known(concatenate([rollout.select([False, True]) for rollout in rounds])) == expected
     assert concatenate([none, none]).logprobs is None
-    with pytest.raises(RunStopped, match="1 log-probs for a completion of 3 tokens; expected one a token"):
+    with pytest.raises(RunStopped, match="1 log-probs for a completion of 3 tokens; expected one per token"):
         make_rollout(made, PROMPTS[:2], completions, [[-1.0], None, None, None])
 
 

@@ -1,4 +1,4 @@
-"""GSM8K grade-school questions (Cobbe et al., 2110.14168); the answer stands after `####`."""
+"""The task `gsm8k`: grade-school questions (Cobbe et al., arXiv 2110.14168) whose answer follows `####`."""
 
 from importlib import resources
 from pathlib import Path
@@ -10,13 +10,13 @@ from .task import Example, Task, disjoint
 
 HUB_NAME = "openai/gsm8k"
 HELD_OUT_SHARE = 0.2
-"""Of a single file without a test split, its last fifth is held out."""
+"""The last fifth of a single file is held out."""
 
 COLUMNS = DatasetTask(name="dataset", path=HUB_NAME, prompt="{question}", answer="answer", answer_format="gsm8k")
 
 
 def load(settings: Gsm8kTask) -> Task:
-    """Reads the shipped sample, a JSONL file, a folder with train.jsonl and test.jsonl, or the hub."""
+    """Reads the shipped sample, a JSONL file, a folder with train.jsonl and test.jsonl, or the hub's openai/gsm8k."""
     if settings.path is None:
         train, test = (read_rows(HUB_NAME, subset="main", split=split) for split in ("train", "test"))
         return disjoint(examples_of(train, COLUMNS), examples_of(test, COLUMNS))

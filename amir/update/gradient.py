@@ -1,7 +1,7 @@
-"""From a batch to gradients: log-probs of the live rows, the objective with its pair term, one backward a micro-batch.
+"""From a batch to gradients: log-probs of live rows, the objective with its pair term, one backward per micro-batch.
 
-The loss is a function of log-probs alone, so its gradient with respect to them is taken first, each term separately,
-and one backward of the model follows: how large each term's gradient is by log-probs is known without a second pass.
+The loss is a function of log-probs only. Its gradient with respect to them is computed first, for each term separately;
+one backward of the model follows. The norm of each term's gradient is therefore known without a second pass.
 
 B completions of padded length C.
 """
@@ -28,7 +28,7 @@ Sums = Counter[str]
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """The run's policy objective: the named one with the run's own clip bounds and coefficients."""
+    """The objective that `loss_type` names, with the clip bounds and coefficients of the run."""
     changes: dict[str, float | int] = {"kl_coef": config.beta, "entropy_coef": config.entropy_coef}
     if config.epsilon is not None:
         changes |= {"clip_low": config.epsilon, "clip_high": config.epsilon}
@@ -40,7 +40,7 @@ def objective_of(config: RunConfig) -> Objective:
 
 
 def reference_logprobs(policy: Policy, batch: Batch, config: RunConfig, budget: TokenBudget) -> Tensor | None:
-    """The reference's log-probs of the live rows, float32 `[B, C]`, where the KL or the pair term needs them."""
+    """The reference policy's log-probs of the live rows, float32 `[B, C]`; None if no loss term needs them."""
     pairs = config.lambda_reg > 0 and not config.ref_free and bool(batch.pairs.participants.any())
     if config.beta == 0 and not pairs:
         return None
@@ -62,13 +62,14 @@ def backward(
     *,
     measure_terms: bool = False,
 ) -> tuple[Sums, Tensor]:
-    """Leaves the gradient of the whole step's loss in the trained parameters' `.grad`, which was zero before.
+    """Accumulates the gradient of the whole step's loss in the trained parameters' `.grad`, which must be zero.
 
-    Returns the sums behind the step's metrics and the log-probs of the live rows under the present policy, float32
-    `[B, C]`. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that runs out of
-    memory is repeated from zero in smaller ones. ConfigError where a micro-batch of one completion does not fit.
+    Returns the sums for the step's metrics and the log-probs of the live rows under the current policy, float32 `[B,
+    C]`. Every divisor is the whole step's, so micro-batches change the result by rounding only. A step that runs out of
+    memory is therefore repeated with smaller micro-batches. ConfigError if a micro-batch of one completion does not
+    fit.
 
-    `measure_terms`: the sums have the squared norm of each term's gradient by the trained parameters too.
+    `measure_terms`: the sums also have the squared norm of each term's gradient of the trained parameters.
     """
     while True:
         try:
@@ -114,7 +115,7 @@ def _accumulate(
 ) -> Tensor:
     """Forward and backward of one micro-batch; returns its log-probs.
 
-    Pairs are formed here in whole groups; those of split groups act through their `weights`.
+    Complete groups form their pairs here; the pair term of split groups is given by their `weights`.
     """
     forms_pairs = micro.whole and config.lambda_reg > 0
     rows = micro.rows
@@ -152,7 +153,7 @@ def _accumulate(
     from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
     if terms is not None:
         terms.add(outputs[0], from_pairs)
-    ranks = policy.ranks.size  # over which gradients are averaged
+    ranks = policy.ranks.size  # gradients are averaged over the ranks, and sums are needed
     torch.autograd.backward(outputs, [ranks * (from_policy[0] + from_pairs), *(ranks * g for g in from_policy[1:])])
     sums.update(
         loss.metrics
@@ -179,7 +180,7 @@ def _pair_weights_of_split_groups(
 ) -> Tensor:
     """d loss / d score `[B]` of the groups that `budget` splits over micro-batches, from a pass without gradients.
 
-    Zero elsewhere: a whole micro-batch forms its own pairs. Adds the value of the split groups' term to `sums`.
+    Zero for other groups, whose micro-batch forms their pairs. Adds the pair loss of the split groups to `sums`.
     """
     parts = [micro for micro in budget.split(batch) if not micro.whole] if config.lambda_reg > 0 else []
     if not parts:
