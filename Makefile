@@ -4,8 +4,16 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
+# A worker for each core, at most four; each needs up to 2 GB.
+WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+# What test-fast runs: the tests of one op (T), or some of every room that take seconds.
+FAST := amir_loss batch closeness config correction group_advantage gsm8k layout linear_logprob_op metrics \
+  policy_loss preference_loss public_surface readme reference rewards rollout rooms rundir server
+T ?= $(FAST)
+
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check test wheel test-wheel bench table parity clean
+.PHONY: help install quickstart check test test-fast test-long wheel test-wheel bench ops gpu-check table lengths \
+  parity clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r word says; do \
@@ -31,8 +39,15 @@ check: install  ## lint, format, types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check  ## lint, format, types, and every test
-	$(BIN)/python -m pytest
+test: check  ## lint, format, types, and every test but the long ones, a worker for each core
+	$(BIN)/pytest $(WORKERS)
+
+test-fast: install  ## T=preference_loss: the tests of an op; without T a selection from every room; under two minutes
+	$(BIN)/pytest -q $(WORKERS) $(foreach name,$(T),$(or $(wildcard tests/test_$(name)*.py),\
+	  $(error there is no tests/test_$(name)*.py)))
+
+test-long: install  ## the tests that take minutes each, of which `make test` runs smaller samples
+	$(BIN)/pytest -m long
 
 wheel: install  ## builds dist/: the source archive, and the wheel from it
 	@rm -rf dist
@@ -48,11 +63,21 @@ test-wheel: wheel  ## a fast subset of the tests against that wheel, in a fresh 
 bench: .venv/.bench  ## runs every bench/bench_*.py; each prints and keeps its rows (bench/README.md)
 	for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
-table: install  ## writes the README's numbers from bench/results
-	$(BIN)/python bench/table.py
+ops: install  ## times every op beside its plain version with pytest-benchmark; K="real and linear": some of them
+	$(BIN)/pytest bench/ops.py -k '$(or $(K),real)' $(ARGS)
 
-parity: install  ## measures how far we are from TRL, Liger and verl, and writes the tables of kernels/README.md
-	$(BIN)/python -m pytest -q tests/test_trl_parity.py tests/test_liger_parity.py tests/test_verl_parity.py --keep-parity
+gpu-check: install  ## checks and times the ops on a GPU, under 8 minutes; ARGS=--rehearse: tiny, without a GPU
+	OUT="$${OUT:-runs}" $(BIN)/python bench/gpu_check.py $(ARGS)
+
+table: install  ## writes the tables of README.md, bench/RESULTS.md and docs/hardware.md, and draws the README's picture
+	$(BIN)/python bench/table.py
+	$(BIN)/python bench/curve.py
+
+lengths: install  ## draws docs/lengths.svg from the ops: what each loss does to a token of a long answer
+	$(BIN)/python bench/lengths.py
+
+parity: install  ## measures how far we are from TRL, Liger and verl, and writes the tables of docs/numerics.md
+	$(BIN)/pytest -q tests/test_trl_parity.py tests/test_liger_parity.py tests/test_verl_parity.py --keep-parity
 	$(BIN)/python tests/parity.py
 
 clean:  ## removes .venv, dist and the tools' caches

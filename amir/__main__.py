@@ -1,17 +1,24 @@
 """The `amir` command: trains a run, lists the shipped recipes, checks what this machine can run."""
 
 import importlib.metadata
+import logging
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+try:
+    import typer
 
-from .config import RunConfig
-from .config_reader import config_yaml, load_config, recipe_names
-from .errors import ConfigError, RunDirectoryLost, RunStopped
+    from .config import RunConfig
+    from .config_reader import config_yaml, load_config, recipe_names
+    from .errors import ConfigError, RunDirectoryLost, RunStopped
+except ModuleNotFoundError as missing:
+    if missing.name not in ("typer", "pydantic", "yaml"):
+        raise
+    print(f"amir: the trainer needs {missing.name}: pip install 'amir-grpo[train]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 if TYPE_CHECKING:
     from .distributed import Ranks
@@ -96,26 +103,37 @@ def doctor() -> None:
 
 
 def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
+    from .policy.smollm2 import awaits_conversion
     from .run.directory import check_run_directory, choose_output_dir
 
     path = choose_output_dir(Path(run).stem, config, resume=resume)
     check_run_directory(path, config, resume=resume)
+    once = "; its weights are converted once, in about a minute" if awaits_conversion(config.model) else ""
     typer.echo(f"run directory: {path}")
-    typer.echo("loading torch, the model and the task ...")
+    typer.echo(f"loading torch, the model and the task ...{once}")
     return path
 
 
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
     """Trains; the other ranks get the configuration and the folder from rank 0."""
-    from transformers.utils import logging
+    _quiet_libraries()
 
     from .distributed import joined_ranks
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     with joined_ranks() as ranks:
         _train_with(ranks, *ranks.gather((path, config))[0], resume=resume)
+
+
+def _quiet_libraries() -> None:
+    """Keeps progress bars, advice and notices of deprecation out of a run's output."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which torch does
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # When PEFT imports it on a CPU with AVX512-BF16, it warns that Hugging Face's package `kernels` is not installed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) -> None:

@@ -3,6 +3,9 @@
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores, and threads that wait for each other on a shared core spin: one thread each.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 

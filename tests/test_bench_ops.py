@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUITE = ROOT / "bench" / "test_ops.py"
+SUITE = ROOT / "bench" / "ops.py"
 
 
 @pytest.mark.skipif(not SUITE.exists(), reason="the sources are not here: a wheel is tested")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.xdist_group("nothing_lost")  # one script makes all runs
 
 KILLS = 20
 DEATHS = [
@@ -23,16 +24,20 @@ DEATHS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def outcomes_of(folder: Path, deaths: list[str]) -> dict[str, dict]:
+    """What tests/killed_runs.py says of each death."""
     path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
-    folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, str(Path(__file__).with_name("killed_runs.py")), str(folder), *DEATHS]
+    command = [sys.executable, str(Path(__file__).with_name("killed_runs.py")), str(folder), *deaths]
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["death"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return outcomes_of(tmp_path_factory.mktemp("runs"), DEATHS)
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -44,3 +49,13 @@ def test_the_kills_fell_all_over_the_run(outcomes) -> None:
     died_after = outcomes[DEATHS[0]]["died_after"]
     assert len(died_after) == KILLS
     assert len(set(died_after)) >= 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_hundred_kills_more_lose_nothing(tmp_path: Path, seed: int) -> None:
+    """Each seed as many as `make test` has."""
+    death = f"random,{seed},{KILLS}"
+    outcome = outcomes_of(tmp_path, [death])[death]
+    assert outcome["same"]
+    assert len(outcome["died_after"]) == KILLS

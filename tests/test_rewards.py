@@ -118,6 +118,9 @@ class Odd:
     def __float__(self) -> float:
         raise ZeroDivisionError
 
+    def __repr__(self) -> str:
+        return "Odd()"
+
 
 @pytest.mark.parametrize(
     ("returned", "words"),

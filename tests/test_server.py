@@ -312,20 +312,34 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Serve = tuple[str, subprocess.Popen[bytes]]
+
+
 @pytest.fixture(scope="module")
-def transformers_serve() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`transformers serve` on loopback, and its process."""
+def servers() -> Iterator[list[Serve]]:
+    """Every `transformers serve` that was started here; ended with the module."""
+    started: list[Serve] = []
+    yield started
+    for _, process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def transformers_serve(servers: list[Serve]) -> Serve:
+    """`transformers serve` on loopback, and its process: a new one where a test has ended the last."""
     for needed in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(needed)
+    if servers and servers[-1][1].poll() is None:
+        return servers[-1]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve"]
     command += ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **silent) as process:
-        yield f"http://127.0.0.1:{port}", process
-        process.kill()
+    servers.append((f"http://127.0.0.1:{port}", subprocess.Popen(command, env=environment, **silent)))
+    return servers[-1]
 
 
 def of_transformers(url: str, base: Path, **changes: object) -> RunConfig:
@@ -333,6 +347,7 @@ def of_transformers(url: str, base: Path, **changes: object) -> RunConfig:
     return config(url, sampler=slow, model=str(base), **changes)
 
 
+@pytest.mark.xdist_group("transformers_serve")
 def test_transformers_serve_samples_what_the_policy_would(transformers_serve, base, tmp_path) -> None:
     c = of_transformers(transformers_serve[0], base, temperature=0.5)
     made = make_sampler(c, load_policy(c), tmp_path, print)
@@ -354,6 +369,7 @@ def test_transformers_serve_samples_what_the_policy_would(transformers_serve, ba
     assert under_base < expected - 0.7, "the test must tell the adapter from the base"
 
 
+@pytest.mark.xdist_group("transformers_serve")
 def test_transformers_serve_gets_each_update_and_a_run_ends_resumably_without_it(
     transformers_serve, base, tmp_path
 ) -> None:

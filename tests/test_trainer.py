@@ -427,6 +427,25 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("missing", ["typer", "pydantic", "yaml"])
+def test_without_the_trainers_packages_the_command_says_what_to_install(tmp_path, missing: str) -> None:
+    script = f"import sys; sys.modules['{missing}'] = None\nfrom amir.__main__ import main"
+    done = python("-c", script, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"amir: the trainer needs {missing}: pip install 'amir-grpo[train]'\n"
+
+
+@pytest.mark.parametrize("logger", ["bitsandbytes.backends.cpu.ops", "transformers"])
+def test_a_run_shows_no_warnings_and_bars_of_libraries(tmp_path, logger: str) -> None:
+    script = "import logging, amir.__main__ as command; command._quiet_libraries()\n"
+    script += f"logging.getLogger({logger!r}).warning('foreign'); logging.getLogger({logger!r}).error('wrong')\n"
+    script += "from tqdm.auto import tqdm; list(tqdm([1], desc='foreign'))"
+    done = python("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "foreign" not in done.stderr
+    assert "wrong" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("begun", "words"),
     [(True, "records are kept; add --resume to the same command"), (False, "not started; the same command starts it")],

@@ -4,7 +4,9 @@ The package has a 4-bit GGUF file (Q4_1, Apache-2.0). Transformers cannot save a
 conversion loses the tokenizer's digit splitting, so model and tokenizer are converted once, into the cache folder.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 from pathlib import Path
@@ -32,14 +34,24 @@ def packaged_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def awaits_conversion(model: str) -> bool:
+    """Whether `model` is the packaged model and has not been converted yet."""
+    return model == MODEL_NAME and not _converted(packaged_gguf()).exists()
+
+
+def _converted(gguf: Path) -> Path:
+    return cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+
+
 def smollm2_folder() -> Path:
-    """The folder of the converted model. The first call converts it, atomically, in about 45 s."""
+    """The folder of the converted model. The first call converts it, atomically, in seconds to a minute."""
     gguf = packaged_gguf()
-    target = cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+    target = _converted(gguf)
     if not target.exists():
         staging = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            _convert(gguf, staging)
+            with contextlib.redirect_stderr(io.StringIO()):  # Transformers' progress bars
+                _convert(gguf, staging)
             _publish(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

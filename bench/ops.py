@@ -1,7 +1,8 @@
 """Every public op, forward and backward, by pytest-benchmark: ours beside the plain `reference` where that is feasible.
 
-    .venv/bin/python -m pytest bench/test_ops.py                                      the real sizes
-    .venv/bin/python -m pytest bench/test_ops.py -k tiny --benchmark-disable          a smoke check
+    make ops                             the real sizes
+    make ops K="real and linear"         some of them
+    make ops K=tiny ARGS=--benchmark-disable
 
 A group is an op at a size. The real one is what a CPU does in seconds: the head of SmolLM2-135M under 256 tokens, pairs
 of 64 groups of 16, losses of 64 completions of 1,024 tokens.
@@ -120,7 +121,7 @@ def differentiated(result: Any) -> torch.Tensor | None:
 @pytest.mark.parametrize("implementation", ["ours", "reference"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [TINY, REAL], ids=lambda size: size.name)
-def test_op(benchmark: Any, size: Size, case: str, implementation: str) -> None:
+def bench_op(benchmark: Any, size: Size, case: str, implementation: str) -> None:
     """One forward and, where something has a gradient, one backward."""
     op, make = CASES[case]
     module = amir_kernels if implementation == "ours" else reference
