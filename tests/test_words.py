@@ -38,7 +38,6 @@ SUBSTITUTES = {
     r"too improbable": "does not filter low ratios",
     r"trained whole|parts of a model": "full fine-tuning, sharded model",
     r"waits? for the device": "synchronizes the device",
-    r"wants? (256|a|the|an)": "needs",
     r"were seen to": "after checking that",
     r"(function|file|reward|questions?) of yours|(function|object) of the user's": "your own, the user's",
 }
@@ -86,7 +85,9 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 SOURCES = sorted(path for folder in (ROOT / "amir", KERNELS, ROOT / "bench") for path in folder.rglob("*.py"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "kernels" / "README.md"])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / name / "README.md" for name in ("kernels", "bench"))]
+)
 
 
 @pytest.mark.parametrize("folder", ["amir", "kernels", "bench"])
