@@ -40,8 +40,8 @@ def _how_to_continue(path: Path | None) -> str:
     return ". The run had not started; the same command starts it"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"amir {importlib.metadata.version('amir-grpo')}")
         raise typer.Exit
 

@@ -82,7 +82,7 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _home_known(text: str) -> str:
+def _with_known_home(text: str) -> str:
     try:
         Path(text).expanduser()
     except RuntimeError:
@@ -92,7 +92,7 @@ def _home_known(text: str) -> str:
     return text
 
 
-PathText = Annotated[Text, AfterValidator(_home_known)]
+PathText = Annotated[Text, AfterValidator(_with_known_home)]
 """A path, or a name that may be one; a leading `~` is the user's home folder."""
 
 

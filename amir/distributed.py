@@ -73,7 +73,7 @@ class Ranks:
             dist.all_reduce(value)
         return value
 
-    def total_of_sums(self, sums: Counter[str]) -> Counter[str]:
+    def total_sums(self, sums: Counter[str]) -> Counter[str]:
         """Sums over the ranks, by name; a name may be missing on some ranks."""
         if self.size == 1:
             return sums

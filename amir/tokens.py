@@ -16,7 +16,7 @@ class Tokens:
 
     prompt_ids: Tensor  # int64 [N, P], left-padded
     prompt_mask: Tensor  # bool [N, P]
-    prompt_of: Tensor  # int64 [B], the prompt of each completion
+    prompt_index: Tensor  # int64 [B], the prompt of each completion
     completion_ids: Tensor  # int64 [B, C], right-padded
     completion_mask: Tensor  # bool [B, C]; the first EOS included, nothing after it
 
@@ -42,17 +42,17 @@ class Tokens:
         continued = (self.completion_lengths - 1).clamp(min=0)
         if packed:
             return int(self.prompt_lengths.sum() + continued.sum())
-        return len(self) * int((self.prompt_lengths[self.prompt_of] + continued).max())
+        return len(self) * int((self.prompt_lengths[self.prompt_index] + continued).max())
 
     def rows(self, rows: Tensor) -> "Tokens":
         """The completions `rows` (int64) with their prompts, trimmed to the longest prompt and completion."""
-        prompts, prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        prompts, prompt_index = self.prompt_index[rows].unique(return_inverse=True)
         p = int(self.prompt_lengths[prompts].max())
         c = int(self.completion_lengths[rows].max())
         return Tokens(
             self.prompt_ids[prompts, -p:],
             self.prompt_mask[prompts, -p:],
-            prompt_of,
+            prompt_index,
             self.completion_ids[rows, :c],
             self.completion_mask[rows, :c],
         )
@@ -69,8 +69,8 @@ def pad_tokens(
     completion_ids = pad_right(completions, pad_id)
     lengths = torch.tensor([len(ids) for ids in completions])
     completion_mask = torch.arange(completion_ids.shape[1]) < lengths[:, None]
-    prompt_of = torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts))
-    parts = (prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask)
+    prompt_index = torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts))
+    parts = (prompt_ids, prompt_mask, prompt_index, completion_ids, completion_mask)
     return Tokens(*(part.to(device) for part in parts))
 
 

@@ -26,7 +26,7 @@ from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .tasks import Example, Task
 from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
 from .update.batch import Batch, make_batch
-from .update.gradient import backward, objective_of, reference_logprobs
+from .update.gradient import backward, make_objective, reference_logprobs
 from .update.micro_batches import TokenBudget
 from .update.optimizer import apply_update, make_optimizer
 
@@ -45,10 +45,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.ranks = self.policy.ranks
-        self.objective = objective_of(self.config)
+        self.objective = make_objective(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget.of(self.config, self.policy, say=self.say, show_progress=self.display.progress)
+        self.budget = TokenBudget.for_policy(
+            self.config, self.policy, say=self.say, show_progress=self.display.progress
+        )
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:

@@ -253,7 +253,7 @@ def measure_head(head: HeadSize, modes: Sequence[str], rounds: int, wanted: Sequ
         for mode, problem in problems.items():
             for op in (OURS, FUSED):
                 seconds[mode].setdefault(bare(FLOPS[op, mode]), []).append(bare_seconds(parts, op, mode))
-            dead = problem.with_dead_rows(DEAD_SHARE)
+            dead = problem.with_zero_gradient_rows(DEAD_SHARE)
             entries = [(name, contender, problem) for name, contender in contenders.items()] + [(DEAD, ours, dead)]
             for name, contender, inputs in entries:
                 one_run(name, contender, inputs, seconds[mode], memory[mode])

@@ -35,7 +35,7 @@ from amir.policy.load import wrap_policy
 from amir.policy.policy import Policy
 from amir.tokens import Tokens
 from amir.update.batch import Batch, assemble
-from amir.update.gradient import backward, objective_of, reference_logprobs
+from amir.update.gradient import backward, make_objective, reference_logprobs
 from amir.update.micro_batches import TokenBudget
 from amir.update.optimizer import make_optimizer, update
 from amir_kernels import LogprobEntropy, workspace_of
@@ -312,10 +312,10 @@ def count(setting: Setting) -> Memory:
         optimizer = make_optimizer(config, policy.trainable())
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on a GPU
-        budget = TokenBudget.of(config, policy)
+        budget = TokenBudget.for_policy(config, policy)
         batch = make_one_batch(setting, config)
         batch = replace(batch, ref_logprobs=reference_logprobs(policy, batch, config, budget))
-        backward(policy, batch, objective_of(config), config, budget)
+        backward(policy, batch, make_objective(config), config, budget)
         update(optimizer, optimizer.param_groups[0]["params"])
         trained = live.now - weights
     return Memory(weights, trained, live.peak)

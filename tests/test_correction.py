@@ -12,7 +12,7 @@ from amir.rollout.generate import sample
 from amir.run.metrics import Clock, batch_sums, step_metrics
 from amir.update.batch import make_batch
 from amir.update.correction import importance_weight, mismatch_sums
-from amir.update.gradient import objective_of
+from amir.update.gradient import make_objective
 from tiny import PAD, backward, padded, policy, run_config
 
 NAN = math.nan
@@ -86,7 +86,7 @@ def gradient(config: RunConfig, shift: Tensor | None) -> tuple[dict[str, Tensor]
         with torch.no_grad():
             old = made.logprobs(padded(rollout))
         batch = replace(batch, sampled_logprobs=old - shift)
-    batch, sums = backward(made, batch, objective_of(config), config)
+    batch, sums = backward(made, batch, make_objective(config), config)
     clock = Clock()
     for lap in ("rollout", "reward", "reference", "update"):
         clock.lap(lap)

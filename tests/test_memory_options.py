@@ -32,7 +32,7 @@ from amir.policy.memory import apply_liger_layers, checkpoint_layers, refuse_una
 from amir.policy.policy import Policy
 from amir.rollout.generate import sample
 from amir.update.batch import make_batch
-from amir.update.gradient import objective_of
+from amir.update.gradient import make_objective
 from amir.update.micro_batches import TokenBudget, micro_batches
 from amir.update.optimizer import apply_update, make_optimizer
 from tiny import (
@@ -63,7 +63,7 @@ def step(made: Policy, config: RunConfig, budget: TokenBudget | None = None) -> 
     """Gradient and loss of one step on a sampled batch."""
     make_optimizer(config, made.trainable())
     batch = sampled(made, config)
-    _, sums = backward(made, batch, objective_of(config), config, budget)
+    _, sums = backward(made, batch, make_objective(config), config, budget)
     return gradients(made), float(sums["policy_loss"]) + config.lambda_reg * float(sums["preference_loss"])
 
 
@@ -72,7 +72,7 @@ def train(made: Policy, config: RunConfig, steps: int, optimizer: Any = None, fi
     optimizer = optimizer or make_optimizer(config, made.trainable())
     batch = sampled(made, config)
     for number in range(first, first + steps):
-        backward(made, batch, objective_of(config), config)
+        backward(made, batch, make_objective(config), config)
         apply_update(optimizer, config, number)
     return optimizer
 
@@ -118,7 +118,7 @@ def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward:
     make_optimizer(config, made.trainable())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
     batch = with_reference(made, make_batch(rollout, REWARDS[:, None], config, pad_id=PAD), config, budget)
-    _, sums = backward(made, batch, objective_of(config), config, budget)
+    _, sums = backward(made, batch, make_objective(config), config, budget)
     assert room.failures >= 2
     assert len(said) == room.failures
     assert all("out of memory in a micro-batch of" in line for line in said)
@@ -132,7 +132,7 @@ def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward:
     assert fitted < WHOLE
     for parameter in made.trainable().values():
         parameter.grad.zero_()
-    backward(made, batch, objective_of(config), config, budget)
+    backward(made, batch, make_objective(config), config, budget)
     assert (budget.tokens, room.failures) == (fitted, failures)
     assert distance(gradients(made), expected) < TOLERANCE
 
@@ -347,7 +347,7 @@ def test_eight_bit_moments_train_alike_and_resume_bit_for_bit(tmp_path: Path) ->
     batch = sampled(policy(config), config)
     for made_again, optimizer_again in ((resumed, second), (made, first)):
         for number in (4, 5):
-            backward(made_again, batch, objective_of(config), config)
+            backward(made_again, batch, make_objective(config), config)
             apply_update(optimizer_again, config, number)
     assert all(map(torch.equal, resumed.trainable().values(), made.trainable().values()))
     assert optimizer.state
@@ -379,8 +379,8 @@ def test_full_gradient_is_that_of_full_logits() -> None:
     made = policy(config, moved=False)
     got, _ = step(made, config)
     batch = sampled(made, config)
-    ids = torch.cat([batch.tokens.prompt_ids[batch.tokens.prompt_of], batch.tokens.completion_ids], 1)
-    mask = torch.cat([batch.tokens.prompt_mask[batch.tokens.prompt_of], batch.tokens.completion_mask], 1).long()
+    ids = torch.cat([batch.tokens.prompt_ids[batch.tokens.prompt_index], batch.tokens.completion_ids], 1)
+    mask = torch.cat([batch.tokens.prompt_mask[batch.tokens.prompt_index], batch.tokens.completion_mask], 1).long()
     made.base.zero_grad()
     logits = made.base(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     scores = logits[:, len(PROMPTS[2]) - 1 : -1].log_softmax(-1).gather(2, batch.tokens.completion_ids[..., None])

@@ -69,7 +69,7 @@ def test_completions_of_a_group_are_independent(paged) -> None:
 def test_log_probs_are_the_policys_and_groups_stand_side_by_side(paged) -> None:
     rollout = paged.sample(PROMPTS, 4, 9, seed=3)
     tokens = padded(rollout)
-    assert tokens.prompt_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert tokens.prompt_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():

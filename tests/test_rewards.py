@@ -16,7 +16,7 @@ from amir.config import NEED_ANSWERS, REWARDS, RewardSettings
 from amir.errors import ConfigError, RunStopped
 from amir.rewards import SHAPING, Rewards, total_reward
 from amir.rewards.shaping import confidence
-from amir.rewards.worker import RewardError, floats, keywords_of
+from amir.rewards.worker import RewardError, accepted_keywords, floats
 from amir.tasks import Example
 from amir.update.batch import assemble
 from test_batch import tokens_of
@@ -148,9 +148,9 @@ def test_what_does_not(returned: object, words: str) -> None:
 
 def test_a_function_gets_what_it_names() -> None:
     offered = ["prompts", "completions", "answers", "completion_ids", "topic"]
-    assert keywords_of(lambda completions, **rest: 0, {}, offered) == offered
-    assert keywords_of(lambda completions, topic=None: 0, {}, offered) == ["completions", "topic"]
-    assert keywords_of(lambda completions, *, scale: 0, {"scale": 2}, offered) == ["completions"]
+    assert accepted_keywords(lambda completions, **rest: 0, {}, offered) == offered
+    assert accepted_keywords(lambda completions, topic=None: 0, {}, offered) == ["completions", "topic"]
+    assert accepted_keywords(lambda completions, *, scale: 0, {"scale": 2}, offered) == ["completions"]
     for function, arguments, words in [
         (
             lambda completions, trainer_state: 0,
@@ -169,7 +169,7 @@ def test_a_function_gets_what_it_names() -> None:
         ),
     ]:
         with pytest.raises(RewardError, match=words):
-            keywords_of(function, arguments, offered)
+            accepted_keywords(function, arguments, offered)
 
 
 MY_FUNCTIONS = """

@@ -76,7 +76,7 @@ def test_tokens_and_log_probs_are_the_servers_own_and_the_policys(tmp_path, serv
     made = sampler(tmp_path, config(server.url))
     rollout = made.sample(PROMPTS, 8, 9, seed=3)
     tokens = padded(rollout)
-    assert tokens.prompt_of.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    assert tokens.prompt_index.tolist() == [0] * 8 + [1] * 8 + [2] * 8
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():

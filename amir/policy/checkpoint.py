@@ -36,9 +36,9 @@ def save_checkpoint(
     Sharded weights and moments are gathered first, so the run can be resumed with any number of ranks.
     """
     target = folder / f"step-{step}"
-    weights, moments = _whole_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
+    weights, moments = _gathered_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
     if ranks.first:
-        with _whole_or_absent(target) as staging:
+        with _atomic_folder(target) as staging:
             _save_weights(staging, model, weights)
             save_file(moments | _random_state(), staging / "optimizer.safetensors")
             state = {
@@ -55,8 +55,8 @@ def save_checkpoint(
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None; folders with other names than `step-N` are ignored."""
-    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
-    return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    complete = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
+    return max(complete, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
@@ -69,7 +69,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
         if isinstance(model, PeftModel):
             set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
         else:
-            _load_whole(path / "model.safetensors", named)
+            _load_model_weights(path / "model.safetensors", named)
     except (RuntimeError, KeyError) as error:  # a weight has another shape or name
         raise ConfigError(f"checkpoint {path}: {_FOREIGN} ({error})") from None
     tensors = load_file(path / "optimizer.safetensors")
@@ -77,7 +77,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
         if parts:
             optimizer.state[parameter] = {
-                key: _counted(t) if key == "step" else sharded_like(t, parameter) for key, t in parts.items()
+                key: _step_value(t) if key == "step" else sharded_like(t, parameter) for key, t in parts.items()
             }
     torch.set_rng_state(tensors["rng|cpu"])
     if "rng|cuda" in tensors and torch.cuda.is_available():
@@ -123,16 +123,16 @@ def save_result(
 
     `named`: the trained parameters, needed if they are sharded over the ranks.
     """
-    weights = _whole_weights(model, named or {}, ranks)
+    weights = _gathered_weights(model, named or {}, ranks)
     if ranks.first:
-        with _whole_or_absent(folder) as staging:
+        with _atomic_folder(folder) as staging:
             _save_weights(staging, model, weights)
             if not isinstance(model, PeftModel):
                 tokenizer.save_pretrained(str(staging))
     ranks.wait()
 
 
-def _whole_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor] | None:
+def _gathered_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor] | None:
     """Sharded weights, gathered on the CPU of the first rank; None if the model is not sharded."""
     if ranks.size == 1 or isinstance(model, PeftModel):
         return None
@@ -154,7 +154,7 @@ def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None) -
 _ONE_FILE = "10000GB"
 
 
-def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
+def _load_model_weights(file: Path, named: dict[str, Tensor]) -> None:
     tensors = load_file(file)
     with torch.no_grad():
         for name, parameter in named.items():
@@ -164,7 +164,7 @@ def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _whole_or_absent(target: Path) -> Iterator[Path]:
+def _atomic_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder beside `target`; afterwards forces its files to disk and renames it to `target`.
 
     OSError if the files cannot be written; an earlier folder at `target` is then unchanged.
@@ -195,7 +195,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor
     return tensors
 
 
-def _counted(step: Tensor) -> Tensor | int:
+def _step_value(step: Tensor) -> Tensor | int:
     return int(step) if step.dtype == torch.int64 else step
 
 

@@ -96,7 +96,9 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     else:
         folder = str(Path(config.lora.adapter).expanduser())
         model = _loaded_adapter(base, config.lora, folder, with_reference=needs_reference(config))
-    policy = Policy(model.eval(), tokenizer, _served(model, config), pad_id, eos_ids, config.temperature, frozen)
+    policy = Policy(
+        model.eval(), tokenizer, _checked_support(model, config), pad_id, eos_ids, config.temperature, frozen
+    )
     if config.quantization is not None:
         keep_differentiable(base)
     if config.gradient_checkpointing:
@@ -160,10 +162,10 @@ def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_referenc
 
 
 def _frozen_copy(base: Any, config: RunConfig) -> Support:
-    return _served(copy.deepcopy(base).requires_grad_(False).eval(), config)
+    return _checked_support(copy.deepcopy(base).requires_grad_(False).eval(), config)
 
 
-def _served(model: nn.Module, config: RunConfig) -> Support:
+def _checked_support(model: nn.Module, config: RunConfig) -> Support:
     support = supports(model)
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")

@@ -31,8 +31,8 @@ def refuse_unavailable(config: RunConfig, device: torch.device) -> None:
         f"quantization = {config.quantization!r}": ("bitsandbytes", config.quantization is not None),
         "optimizer = 'adamw_8bit'": ("bitsandbytes", config.optimizer == "adamw_8bit"),
     }
-    for option, (package, wanted) in needs_package.items():
-        if wanted and importlib.util.find_spec(package) is None:
+    for option, (package, in_use) in needs_package.items():
+        if in_use and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{option}: the package {package} is not installed; run pip install 'amir-grpo[gpu]', or leave the "
                 "setting out"

@@ -74,7 +74,7 @@ def why_unpacked(body: Any) -> str | None:
         return (
             f"{len(windows)} of its {config.num_hidden_layers} layers attend through Transformers' attention interface"
         )
-    wrong = [layer for layer, window in windows.items() if window != _window_of(config, layer)]
+    wrong = [layer for layer, window in windows.items() if window != _configured_window(config, layer)]
     if wrong:
         return f"layer {wrong[0]} does not pass the sliding window of its configuration to its attention"
     difference = float((packed - plain).float().norm() / plain.float().norm())
@@ -126,7 +126,7 @@ def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
     return Tokens(*(tensor.to(device) for tensor in held))
 
 
-def _window_of(config: Any, layer: int) -> int | None:
+def _configured_window(config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] != "sliding_attention":
         return None
@@ -136,7 +136,7 @@ def _window_of(config: Any, layer: int) -> int | None:
 def pack(tokens: Tokens) -> Pack:
     """Packs prompts and completions into one row."""
     device = tokens.prompt_ids.device
-    prompt_of, completions = tokens.prompt_of.tolist(), tokens.completion_lengths.tolist()
+    prompt_index, completions = tokens.prompt_index.tolist(), tokens.completion_lengths.tolist()
     segments: list[Segment] = []
     ids, positions, predicts = [], [], {}
     end = 0
@@ -146,7 +146,7 @@ def pack(tokens: Tokens) -> Pack:
         ids.append(tokens.prompt_ids[n, tokens.prompt_ids.shape[1] - length :])
         positions.append(torch.arange(length, device=device))
         end += length
-        for row in (row for row, prompt in enumerate(prompt_of) if prompt == n):
+        for row in (row for row, prompt in enumerate(prompt_index) if prompt == n):
             continued = max(completions[row] - 1, 0)
             places = torch.arange(end - 1, end + continued, device=device)
             places[0] = last
@@ -163,14 +163,14 @@ def pack(tokens: Tokens) -> Pack:
 def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Ids `[B, L]`, right-padded with 0, and the positions `[K]` in `[B * L]` that predict the completion tokens."""
     device = tokens.prompt_ids.device
-    prompts = tokens.prompt_lengths[tokens.prompt_of].tolist()
+    prompts = tokens.prompt_lengths[tokens.prompt_index].tolist()
     completions = tokens.completion_lengths.tolist()
     lengths = [p + max(c - 1, 0) for p, c in zip(prompts, completions, strict=True)]
     width = max(lengths)
     ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=device)
     predicts = []
     for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
-        prompt = tokens.prompt_ids[tokens.prompt_of[row], tokens.prompt_ids.shape[1] - p :]
+        prompt = tokens.prompt_ids[tokens.prompt_index[row], tokens.prompt_ids.shape[1] - p :]
         ids[row, : lengths[row]] = torch.cat([prompt, tokens.completion_ids[row, : lengths[row] - p]])
         predicts.append(torch.arange(c, device=device) + row * width + p - 1)
     return ids, torch.cat(predicts)

@@ -92,7 +92,7 @@ class Policy:
         """Whether each rank holds a shard of every weight."""
         return self.ranks.size > 1 and not isinstance(self.model, PeftModel)
 
-    def whole(self, run: Callable[[], Result]) -> Result:
+    def run_gathered(self, run: Callable[[], Result]) -> Result:
         """`run()`, which may call the model any number of times, with every weight gathered on this rank."""
         return run_gathered(self.forward, run) if self.sharded else run()
 
@@ -110,7 +110,7 @@ class Policy:
         return self._run(lambda: self._logprobs_entropy(tokens))
 
     def _run(self, run: Callable[[], Result]) -> Result:
-        return self.forward(run) if torch.is_grad_enabled() else self.whole(run)
+        return self.forward(run) if torch.is_grad_enabled() else self.run_gathered(run)
 
     def _logprobs(self, tokens: Tokens) -> Tensor:
         hidden, target = self._hidden_and_target(tokens)

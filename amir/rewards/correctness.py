@@ -39,7 +39,7 @@ class Correctness:
 
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2) -> None:
         self.timeout_seconds = timeout_seconds
-        self.given_up = 0
+        self.uncompared = 0
         """number of answers that could not be compared, because time or memory ran out or math-verify failed"""
         self._workers = workers
         self._pool: ProcessPool | None = None
@@ -68,7 +68,7 @@ class Correctness:
     def _result(self, future: ProcessFuture) -> bool:
         if future.exception() is None:
             return future.result()
-        self.given_up += 1
+        self.uncompared += 1
         return False
 
     def close(self) -> None:

@@ -76,16 +76,16 @@ class Rewards:
         """Scores of the completions; `examples` has the example of each."""
         pending = [f.begin(examples, completions, completion_ids) for f in self._functions.values()]
         notes: list[str] = []
-        given = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
-        given_up = self.correctness.given_up
+        inputs = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
+        uncompared = self.correctness.uncompared
         if NEED_ANSWERS & {s.name for s in self.settings}:
-            given["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
-        if judged_late := self.correctness.given_up - given_up:
+            inputs["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
+        if judged_late := self.correctness.uncompared - uncompared:
             notes.append(
                 f"reward correctness: {judged_late} answers could not be compared within "
                 f"{self.correctness.timeout_seconds:g} s and count as wrong; a larger timeout_seconds allows more time"
             )
-        values = {name: self._shipped(s, given) for name, s in zip(self.names, self.settings, strict=True) if s.name}
+        values = {name: self._shipped(s, inputs) for name, s in zip(self.names, self.settings, strict=True) if s.name}
         for function, future in zip(self._functions.values(), pending, strict=True):
             result, note = function.end(future, len(completions))
             values[function.name] = result
@@ -94,12 +94,12 @@ class Rewards:
         self.timeouts += judged_late
         return Scores([values[name] for name in self.names], notes)
 
-    def _shipped(self, settings: RewardSettings, given: dict[str, Any]) -> list[float]:
+    def _shipped(self, settings: RewardSettings, inputs: dict[str, Any]) -> list[float]:
         if settings.name == "correctness":
-            return given["correct"]
+            return inputs["correct"]
         function = SHAPING[settings.name or ""]
-        keywords = worker.keywords_of(function, settings.arguments, list(given))
-        return function(**{name: given[name] for name in keywords}, **settings.arguments)
+        keywords = worker.accepted_keywords(function, settings.arguments, list(inputs))
+        return function(**{name: inputs[name] for name in keywords}, **settings.arguments)
 
     def close(self) -> None:
         """Ends every process."""
@@ -126,7 +126,7 @@ class _Function:
 
     def check(self) -> None:
         """Waits until the function is imported; ConfigError if it cannot be imported or called."""
-        error = self._waited(self._started, START_SECONDS)
+        error = self._error_of(self._started, START_SECONDS)
         if error is not None:
             reason = f"its import took longer than {START_SECONDS:.0f} s" if _is_timeout(error) else error
             raise ConfigError(
@@ -153,7 +153,7 @@ class _Function:
 
     def end(self, future: ProcessFuture, count: int) -> tuple[list[float], str | None]:
         """The call's rewards; all NaN, and a note, if it reached the time limit. RunStopped if it failed."""
-        error = self._waited(future, self._seconds + START_SECONDS)
+        error = self._error_of(future, self._seconds + START_SECONDS)
         if error is None:
             return future.result(), None
         if _is_timeout(error):
@@ -174,7 +174,7 @@ class _Function:
         work = (self._settings.function, self._settings.arguments, self._offered)
         return self._pool.schedule(worker.parameters, args=work, timeout=START_SECONDS)
 
-    def _waited(self, future: ProcessFuture, seconds: float) -> BaseException | None:
+    def _error_of(self, future: ProcessFuture, seconds: float) -> BaseException | None:
         try:
             return future.exception(timeout=seconds)
         except FutureTimeout as late:
@@ -196,7 +196,7 @@ def _refuse_arguments(settings: RewardSettings) -> None:
         trial: dict[str, Any] = {"completions": [""], "correct": [0.0], "lengths": [1]}
         function = SHAPING[settings.name]
         try:
-            keywords = worker.keywords_of(function, settings.arguments, list(trial))
+            keywords = worker.accepted_keywords(function, settings.arguments, list(trial))
             worker.floats(function(**{k: trial[k] for k in keywords}, **settings.arguments), 1)
         except (RewardError, TypeError, ValueError) as error:
             raise ConfigError(f"rewards: {settings.name}: {error}") from None

@@ -105,10 +105,10 @@ def confidence(text: str) -> float:
     """The number or percentage in the last <confidence>, clipped to [0, 1]; 0.5 if there is neither."""
     start = text.rfind("<confidence>")
     stated = text[start + len("<confidence>") :].partition("</confidence>") if start >= 0 else ("", "", "")
-    found = re.fullmatch(r"\s{0,9}([+-]?(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20}))\s?(%?)\s{0,9}", stated[0][:64])
-    if found is None or not stated[1]:
+    number = re.fullmatch(r"\s{0,9}([+-]?(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20}))\s?(%?)\s{0,9}", stated[0][:64])
+    if number is None or not stated[1]:
         return NO_CONFIDENCE
-    return min(max(float(found[1]) / (100 if found[2] else 1), 0.0), 1.0)
+    return min(max(float(number[1]) / (100 if number[2] else 1), 0.0), 1.0)
 
 
 def _form(text: str, tags: Sequence[str]) -> str | None:
@@ -130,5 +130,5 @@ def _xml_count(text: str, tags: Sequence[str]) -> float:
     marks = _marks(tags)
     _, closed, behind = text.rpartition(marks[-1])
     trailing = len(behind.strip()) if closed else 0
-    found = sum(text.count(mark) == 1 for mark in marks)
-    return TAG_REWARD * found - min(TRAILING_PENALTY * trailing, MOST_TRAILING)
+    tags_once = sum(text.count(mark) == 1 for mark in marks)
+    return TAG_REWARD * tags_once - min(TRAILING_PENALTY * trailing, MOST_TRAILING)

@@ -38,10 +38,10 @@ def _wait_for_parent() -> None:
 
 def parameters(spec: str, arguments: dict[str, Any], offered: list[str]) -> list[str]:
     """The `offered` keywords that the function takes; RewardError if it cannot be imported or called."""
-    return keywords_of(find(spec), arguments, offered)
+    return accepted_keywords(find(spec), arguments, offered)
 
 
-def keywords_of(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
+def accepted_keywords(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
     """The `offered` keywords that a function takes in addition to its `arguments`; RewardError if it needs others."""
     signature = _signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
@@ -101,12 +101,12 @@ def _module(place: str) -> Any:
         raise RewardError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))
     try:
-        return _module_of_file(path) if is_file else importlib.import_module(place)
+        return _import_file(path) if is_file else importlib.import_module(place)
     except BaseException as error:  # noqa: BLE001 (a user's exception may not pickle)
         raise RewardError(f"importing {place} raised {summary(error)}") from None
 
 
-def _module_of_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     name = f"reward_of_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -18,7 +18,7 @@ from ..rewards import total_reward
 from .rollout import Rollout, concatenate
 
 
-def groups_that_differ(scores: Tensor, config: RunConfig) -> list[bool]:
+def differing_groups(scores: Tensor, config: RunConfig) -> list[bool]:
     """For each group, whether its rewards differ: the weighted sum, or the reward named by `dynamic_sampling.by`.
 
     Rewards that are equal up to rounding do not differ, and unscored completions are ignored. `scores` `[N * G, F]`,
@@ -47,7 +47,7 @@ class Groups:
         """Adds a round; returns which of its groups are trained on."""
         self.rollouts.append(rollout)
         self.scores.append(scores)
-        self.kept.append(groups_that_differ(scores, self.config))
+        self.kept.append(differing_groups(scores, self.config))
         return self.kept[-1]
 
     @property

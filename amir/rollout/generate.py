@@ -43,7 +43,7 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
     with own_random_state(policy.device), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
-        output = policy.whole(lambda: _generate(policy, ids, mask, group_size, max_new_tokens))
+        output = policy.run_gathered(lambda: _generate(policy, ids, mask, group_size, max_new_tokens))
     return make_rollout(policy, prompts, output[:, ids.shape[1] :].tolist())
 
 

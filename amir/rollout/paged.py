@@ -41,7 +41,7 @@ class Paged:
         generation.num_return_sequences = group_size
         engine = self._engine(prompts, group_size, max_new_tokens, seed)
         try:
-            with own_random_state(self.policy.device), _modes_kept(self.policy.base):
+            with own_random_state(self.policy.device), _without_eval_calls(self.policy.base):
                 results = self.policy.base.generate_batch(prompts, generation, engine)
         except MemoryError as error:
             raise RunStopped(
@@ -84,7 +84,7 @@ class Paged:
 
 
 @contextlib.contextmanager
-def _modes_kept(model: Any) -> Iterator[None]:
+def _without_eval_calls(model: Any) -> Iterator[None]:
     """Disables `model.eval()`, which the engine calls.
 
     The model is in evaluation mode already, except layers that are checkpointed or quantized: out of training mode, the

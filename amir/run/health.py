@@ -26,23 +26,23 @@ class Health:
     def warnings(self, metrics: dict[str, Any]) -> list[str]:
         """Adds the metrics of a new step; returns new warnings, each once per run."""
         self.take(metrics)
-        found = []
+        warnings: list[str] = []
         mismatch = metrics["mismatch"] or 0.0
         if mismatch > LARGE_MISMATCH and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
-            found.append(
+            warnings.append(
                 f"warning: the sampler's log-probs differ from the trainer's by {mismatch:.3f} nats a token; compare "
                 "dtype, temperature and adapter of the two, or set `correction` to weight the policy term"
             )
         if metrics["step"] == NO_SIGNAL_STEPS and not self._rewards_differed:
-            found.append(
+            warnings.append(
                 f"warning: no group had differing rewards in {NO_SIGNAL_STEPS} steps, so there was no training signal; "
                 "see the completions and their rewards in completions/"
             )
         if self._config.lambda_reg > 0 and metrics["step"] == NO_SIGNAL_STEPS and self._pairs == 0:
-            found.append(
+            warnings.append(
                 f"warning: lambda_reg = {self._config.lambda_reg}, but no pair was formed in {NO_SIGNAL_STEPS} steps: "
                 f"in every group the rewards differ by at most reward_margin = {self._config.reward_margin:g}, so "
                 "the pair term has no effect; set a smaller reward_margin"
             )
-        return found
+        return warnings

@@ -224,7 +224,7 @@ def pass_at_k(prompts: list[list[float | None]], k: int) -> float | None:
 
     Prompts with fewer than k scored completions are left out; None if all are.
     """
-    counts = [(len(found), found.count(1.0)) for found in ([s for s in p if s is not None] for p in prompts)]
+    counts = [(len(scores), scores.count(1.0)) for scores in ([s for s in p if s is not None] for p in prompts)]
     passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
     return sum(passed) / len(passed) if passed else None
 

@@ -23,11 +23,11 @@ def load(settings: DatasetTask) -> Task:
     rows = read_rows(settings.path, subset=settings.subset, split=settings.split)
     if settings.held_out_path is not None:
         held = read_rows(settings.held_out_path, "task.held_out_path")
-        return disjoint(examples_of(rows, settings), examples_of(held, settings))
+        return disjoint(make_examples(rows, settings), make_examples(held, settings))
     if settings.held_out_split is not None:
         held = read_rows(settings.path, subset=settings.subset, split=settings.held_out_split)
-        return disjoint(examples_of(rows, settings), examples_of(held, settings))
-    return _drawn(examples_of(rows, settings), settings.held_out or 0.0)
+        return disjoint(make_examples(rows, settings), make_examples(held, settings))
+    return _drawn(make_examples(rows, settings), settings.held_out or 0.0)
 
 
 def _drawn(examples: list[Example], share: float) -> Task:
@@ -43,7 +43,7 @@ def _drawn(examples: list[Example], share: float) -> Task:
     )
 
 
-def examples_of(rows: list[Row], settings: DatasetTask) -> list[Example]:
+def make_examples(rows: list[Row], settings: DatasetTask) -> list[Example]:
     """One example per row; ConfigError names the first row that cannot be converted."""
     template = None if settings.prompt is None else _template(settings.prompt)
     return [_example(place, row, template, settings) for place, row in rows]

@@ -60,7 +60,7 @@ def make_batch(
 
 def assemble(tokens: Tokens, scores: Tensor, truncated: Tensor, config: RunConfig) -> Batch:
     """Advantages, pairs and masks of padded groups, one group per prompt. `scores` `[B, F]`, `truncated` bool `[B]`."""
-    group = tokens.prompt_of
+    group = tokens.prompt_index
     rewards = total_reward(scores, config.rewards)
     advantages = _advantages(scores, rewards, group, config)
     empty = ~tokens.completion_mask.any(1)  # without a token there is no log-ratio for a pair

@@ -27,7 +27,7 @@ Sums = Counter[str]
 """Sums and counts over micro-batches, by name."""
 
 
-def objective_of(config: RunConfig) -> Objective:
+def make_objective(config: RunConfig) -> Objective:
     """The objective that `loss_type` names, with the clip bounds and coefficients of the run."""
     changes: dict[str, float | int] = {"kl_coef": config.beta, "entropy_coef": config.entropy_coef}
     if config.epsilon is not None:
@@ -97,7 +97,7 @@ def _backward(
                 if not micro.idle:
                     logprobs[micro.rows, : current.shape[1]] = current
     policy.average_gradients()
-    sums = policy.ranks.total_of_sums(sums)
+    sums = policy.ranks.total_sums(sums)
     if terms is not None:
         sums.update(terms.squares())
     return sums, policy.ranks.total(logprobs)
@@ -128,7 +128,7 @@ def _accumulate(
         return outputs[0].detach()
     leaves = [output.detach().requires_grad_() for output in outputs]
     logprobs = leaves[0].detach()
-    old = logprobs if batch.old_logprobs is None else _rows_of(batch.old_logprobs, rows, mask)
+    old = logprobs if batch.old_logprobs is None else _select_rows(batch.old_logprobs, rows, mask)
     loss = amir_loss(
         leaves[0],
         old,
@@ -136,7 +136,7 @@ def _accumulate(
         batch.rewards[rows],
         batch.group[rows],
         mask,
-        ref_logprobs=None if batch.ref_logprobs is None else _rows_of(batch.ref_logprobs, rows, mask),
+        ref_logprobs=None if batch.ref_logprobs is None else _select_rows(batch.ref_logprobs, rows, mask),
         objective=objective,
         importance_weight=_correction(batch, rows, old, mask, config),
         entropy=leaves[1] if len(leaves) > 1 else None,
@@ -172,7 +172,7 @@ def _accumulate(
 def _correction(batch: Batch, rows: Tensor, old: Tensor, mask: Tensor, config: RunConfig) -> Tensor | None:
     if config.correction is None or batch.sampled_logprobs is None:
         return None
-    return importance_weight(old, _rows_of(batch.sampled_logprobs, rows, mask), mask, config.correction)
+    return importance_weight(old, _select_rows(batch.sampled_logprobs, rows, mask), mask, config.correction)
 
 
 def _pair_weights_of_split_groups(
@@ -210,6 +210,6 @@ def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) ->
     return policy.ranks.total(scores)
 
 
-def _rows_of(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+def _select_rows(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     """The rows of a `[B, C]` tensor at the width of their micro-batch's mask."""
     return values[rows, : mask.shape[1]]

@@ -38,7 +38,7 @@ def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> It
     """
     tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()
-    lengths = (tokens.prompt_lengths[tokens.prompt_of] + tokens.completion_lengths).cpu()
+    lengths = (tokens.prompt_lengths[tokens.prompt_index] + tokens.completion_lengths).cpu()
     order = live[torch.argsort(lengths[live], descending=True, stable=True)]
     group = batch.group.cpu()[order]
     groups = [order[group == g] for g in dict.fromkeys(group.tolist())]
@@ -99,7 +99,7 @@ class TokenBudget:
         self._sharded = sharded
 
     @classmethod
-    def of(cls, config: RunConfig, policy: Policy, **callbacks: Any) -> "TokenBudget":
+    def for_policy(cls, config: RunConfig, policy: Policy, **callbacks: Any) -> "TokenBudget":
         """The budget of a run, for the layout of tokens and the ranks of its policy."""
         ranks, sharded = policy.ranks, policy.sharded
         return cls(config.micro_batch_tokens, packed=policy.packed, ranks=ranks, sharded=sharded, **callbacks)
