@@ -32,23 +32,25 @@ _FIRST_RANK = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "
 
 
 def _how_to_continue(path: Path | None) -> str:
-    """What to do after a run in `path` ended early; ranks that are not the first have no path."""
+    """What to do after a run in `path` ended early; only the first rank has a path."""
     if path is None:
         return ""
     if (path / "config.yaml").exists():
-        return "; its records are kept: the same command with --resume continues from the latest checkpoint"
-    return "; the run had not started: the same command starts it"
+        return ". The run's records are kept; add --resume to the same command to continue from the latest checkpoint"
+    return ". The run had not started; the same command starts it"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"amir {importlib.metadata.version('amir-grpo')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
 ) -> None:
     pass
 
@@ -62,7 +64,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its latest checkpoint")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and exit")] = False,
 ) -> None:
-    """Trains a run. Every setting is checked before anything is loaded."""
+    """Trains a run. Every setting is validated before anything is loaded."""
     config = load_config(run, set_) if _FIRST_RANK else None
     if dry_run and config:
         typer.echo(config_yaml(config), nl=False)
@@ -93,7 +95,7 @@ def recipes() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Checks what this machine can run and which packages are missing."""
+    """Reports what this machine can run and which packages are missing."""
     from .doctor import findings
 
     for line in findings():
@@ -113,7 +115,7 @@ def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
 
 
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
-    """Trains; the other ranks get configuration and folder from the first."""
+    """Trains; the other ranks get the configuration and the folder from rank 0."""
     _quiet_libraries()
 
     from .distributed import joined_ranks
@@ -164,7 +166,8 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
         typer.echo(f"curves: {draw_curves(path)}")
     except OSError as error:
         typer.echo(
-            f"curves.png cannot be written ({error.strerror or error}); metrics.jsonl has the values of every step"
+            f"curves.png cannot be written ({error.strerror or error}); training is finished, and metrics.jsonl has "
+            "the values of every step"
         )
     typer.echo(f"trained {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
@@ -172,7 +175,7 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
 
 
 def main() -> None:
-    """Entry point; exit codes: 0 done, 1 failed, 2 wrong usage or config."""
+    """Entry point. Exit codes: 0 for a finished run, 1 for a failed run, 2 for wrong usage or invalid settings."""
     try:
         app()
     except ConfigError as error:

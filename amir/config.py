@@ -1,7 +1,7 @@
-"""What a run is: every setting with its default, validated before torch is imported.
+"""The settings of a run with their defaults, validated before torch is imported.
 
-Keys keep the names that users of TRL's GRPOConfig and of the paper's code look for. A default marked "paper" is that of
-AMIR-GRPO (arXiv 2601.03661) or its released code.
+Keys have the names of TRL's GRPOConfig and of the paper's code where those have the setting. A default marked "paper"
+is that of AMIR-GRPO (arXiv 2601.03661) or of its released code.
 """
 
 import re
@@ -42,7 +42,7 @@ REWARDS = (
     "linear_length",
 )
 NEED_ANSWERS = {"correctness", "calibrated_confidence", "cosine_length"}
-"""Shipped rewards, and which of them judge the answer."""
+"""The shipped rewards that compare a completion with the example's answer."""
 
 
 SYSTEM_PROMPTS = {
@@ -57,11 +57,12 @@ SYSTEM_PROMPTS = {
         "probability that it is right, a number from 0 to 1."
     ),
 }
-"""Texts that `system_prompt` may name: those the format rewards and the calibrated confidence are made for."""
+"""System prompts by name. `think` matches the default tags of the format rewards; `calibrated` also requests the
+confidence that `calibrated_confidence` reads."""
 
 
 class Settings(BaseModel):
-    """Base of all settings: unknown keys and wrong types are refused (YAML reads 2e-4 as text: that is a number)."""
+    """Base of all settings. Unknown keys and wrong types are refused; text like 2e-4 is accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
@@ -81,29 +82,31 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _home_known(text: str) -> str:
+def _with_known_home(text: str) -> str:
     try:
         Path(text).expanduser()
     except RuntimeError:
-        raise ValueError("expected a path; there is no home folder of that user") from None
+        raise ValueError(
+            "there is no home folder of that user; expected an existing user, or a path without ~"
+        ) from None
     return text
 
 
-PathText = Annotated[Text, AfterValidator(_home_known)]
-"""Of a file or folder, or a name that could be one; `~` is the user's home."""
+PathText = Annotated[Text, AfterValidator(_with_known_home)]
+"""A path, or a name that may be one; a leading `~` is the user's home folder."""
 
 
 class LoraSettings(Settings):
-    """LoRA adapter, PEFT's meaning of each name; no dropout, which would score another policy than was sampled."""
+    """A LoRA adapter, with PEFT's names. There is no dropout: the scored policy must be the one that sampled."""
 
     r: Count = 16  # paper
     alpha: Positive = 16  # paper
     target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"  # names, or a regular expression
-    adapter: PathText | None = None  # a PEFT folder to go on from, with its own modules; then the reference as well
+    adapter: PathText | None = None  # a PEFT folder to continue from; it is then also the reference policy
 
 
 class ArithmeticTask(Settings):
-    """Sums of two operands from 0 to `max_operand`; `held_out` is the share of unordered pairs kept for evaluation."""
+    """Sums of two operands from 0 to `max_operand`; `held_out` is the share of unordered pairs used for evaluation."""
 
     name: Literal["arithmetic"]
     max_operand: Annotated[int, Field(ge=4)] = 9
@@ -113,7 +116,7 @@ class ArithmeticTask(Settings):
 class Gsm8kTask(Settings):
     """GSM8K questions: a JSONL file with `question` and `answer`, a folder with train.jsonl and test.jsonl, or the hub.
 
-    `path` unset reads openai/gsm8k from the hub; `sample` reads the 50 questions shipped with the package.
+    Without `path`, openai/gsm8k is read from the hub; `path: sample` is the 50 questions shipped with the package.
     """
 
     name: Literal["gsm8k"]
@@ -121,17 +124,18 @@ class Gsm8kTask(Settings):
 
 
 class DatasetTask(Settings):
-    """Rows of a .jsonl, .json, .csv, .tsv or .parquet file, or of what `datasets.load_dataset` finds under `path`.
+    """Rows of a .jsonl, .json, .csv, .tsv or .parquet file, or of the dataset that `datasets.load_dataset` reads.
 
-    `prompt` is a template over columns, like "{question}\\nAnswer:"; or `messages` names a column of chat messages.
-    `answer_format`: "gsm8k" keeps what stands behind the last ####, "boxed" what the last \\boxed{} holds.
-    Held out: a share of the rows, or another file, or another split of the same dataset; none by default.
+    `prompt` is a template over columns, such as "{question}\\nAnswer:"; `messages` names a column of chat messages
+    instead. `answer_format`: "plain" takes the whole cell, "gsm8k" the text after the last ####, "boxed" the content of
+    the last \\boxed{}. Held-out examples are a share of the rows (`held_out`), or another file (`held_out_path`), or
+    another split of the same dataset (`held_out_split`); by default there are none.
     """
 
     name: Literal["dataset"]
     path: PathText
     subset: Text | None = None
-    split: Text | None = None  # "train" where load_dataset reads
+    split: Text | None = None  # "train" by default where load_dataset is used
     prompt: Text | None = None
     messages: Text | None = None
     answer: Text | None = "answer"
@@ -143,18 +147,22 @@ class DatasetTask(Settings):
     @model_validator(mode="after")
     def _one_of_each(self) -> "DatasetTask":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected either prompt (a template) or messages (a column of chat messages)")
-        given = [k for k in ("held_out", "held_out_path", "held_out_split") if getattr(self, k) is not None]
-        if len(given) > 1:
-            raise ValueError(f"expected one of {', '.join(given)}")
+            found = "neither is" if self.prompt is None else "both are"
+            raise ValueError(
+                f"expected either prompt (a template) or messages (a column of chat messages), and {found} set"
+            )
+        sources = [k for k in ("held_out", "held_out_path", "held_out_split") if getattr(self, k) is not None]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} are set; expected only one of them")
         return self
 
 
 class RewardSettings(Settings):
-    """A shipped reward by `name`, or a `function` of yours: module:function or file.py:function.
+    """A shipped reward by `name`, or your own `function` as module:function or file.py:function.
 
-    `timeout_seconds` limits one call of a function (60), for correctness the judging of one answer (10). `arguments`
-    are passed to it. `conversational`: it takes prompts and completions as lists of messages.
+    `timeout_seconds` limits one call of a function (60 by default) or, for `correctness`, the comparison of one answer
+    (10). `arguments` are passed to the function as keywords. With `conversational`, prompts and completions are passed
+    as lists of messages.
     """
 
     name: Text | None = None
@@ -167,20 +175,27 @@ class RewardSettings(Settings):
     @model_validator(mode="after")
     def _of_one_kind(self) -> "RewardSettings":
         if (self.name is None) == (self.function is None):
-            raise ValueError("expected either name (a shipped reward) or function (one of yours)")
+            found = "neither is" if self.name is None else "both are"
+            raise ValueError(f"expected either name (a shipped reward) or function (your own), and {found} set")
         if self.name is not None and self.name not in REWARDS:
             raise ValueError(f"name {self.name!r}: expected one of {', '.join(REWARDS)}{nearest(self.name, REWARDS)}")
         if self.function is not None and not re.fullmatch(r".+:[A-Za-z_][\w.]*", self.function):
             raise ValueError(f"function {self.function!r}: expected module:function or file.py:function")
         if self.name is not None and self.conversational:
-            raise ValueError(f"conversational is for a function of yours; {self.name} reads text")
+            raise ValueError(
+                f"conversational: true is supported for your own functions only, and {self.name} reads text; leave "
+                "it out"
+            )
         if self.name not in (None, "correctness") and self.timeout_seconds is not None:
-            raise ValueError(f"timeout_seconds is for functions and correctness; {self.name} waits for nothing")
+            raise ValueError(
+                f"timeout_seconds = {self.timeout_seconds:g}: {self.name} has no time limit, only correctness and your "
+                "own functions have one; leave it out"
+            )
         return self
 
     @property
     def label(self) -> str:
-        """Its name in metrics and records."""
+        """The reward's name in metrics and records."""
         return self.name or (self.function or "").rpartition(":")[2]
 
 
@@ -193,8 +208,8 @@ class GenerateSampling(Settings):
 class PagedSampling(Settings):
     """Transformers' continuous batching (paged attention) on the policy's own weights.
 
-    `cache_tokens` bounds the key-value cache; unset, it holds the whole rollout. At most `batch_tokens` go through the
-    model at once; unset, 512 or a token of each completion.
+    `cache_tokens` bounds the key-value cache; by default it holds the whole rollout. `batch_tokens` bounds the tokens
+    of one forward; by default it is 512, or the number of completions if that is larger.
     """
 
     name: Literal["paged"]
@@ -205,10 +220,11 @@ class PagedSampling(Settings):
 class ServerSampling(Settings):
     """An OpenAI-compatible server, which gets the adapter after each update: vLLM, or `transformers serve`.
 
-    `model` is the base model's name there, by default the run's. Adapters go through `adapter_dir`, a folder that both
-    machines see; by default one in the run's. A server that does not answer is waited for, `wait_seconds` at most. The
-    weights count as arrived while probed log-probs are within `tolerance` nats of the trainer's, in the mean by the
-    trainer's probabilities.
+    `model` is the base model's name on the server, by default the run's `model`. Adapters are exchanged through
+    `adapter_dir`, a folder that both machines can read, by default one in the run directory. If the server is down, the
+    run retries for at most `wait_seconds`. After each adapter push, a few of the server's log-probs are compared with
+    the trainer's: the run ends if their mean difference, weighted by the trainer's probabilities, exceeds `tolerance`
+    nats.
     """
 
     name: Literal["server"]
@@ -227,11 +243,11 @@ Sampling = GenerateSampling | PagedSampling | ServerSampling
 
 
 class CorrectionSettings(Settings):
-    """Training-inference correction: the policy term times w(c), c = exp(old - sampled), constant (no gradient).
+    """Training-inference correction: the policy term is multiplied by w(c), c = exp(old - sampled), without gradient.
 
-    `level`: c of each token, or of the completion, from the sum of its differences. `mode`: "truncate" clamps c to
-    [min, max]; "mask" leaves c inside and drops what is outside. A mean difference of 0.012 nats a token makes c 3.3
-    after 100 tokens and 1.6e5 after 1000: at sequence level long completions end at the bounds, "mask" drops them all.
+    `level`: one c per token, or one per completion from the sum of its differences. `mode`: "truncate" clamps c to
+    [min, max]; "mask" sets w to 0 outside [min, max]. With a mean difference of 0.012 nats a token, c is 3.3 after 100
+    tokens and 1.6e5 after 1,000: at sequence level "truncate" clamps long completions and "mask" drops them.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -242,18 +258,20 @@ class CorrectionSettings(Settings):
     @model_validator(mode="after")
     def _around_one(self) -> "CorrectionSettings":
         if not self.min < 1 < self.max:
-            raise ValueError(f"min {self.min}, max {self.max}: expected min < 1 < max, 1 being no mismatch")
+            raise ValueError(
+                f"min = {self.min:g}, max = {self.max:g}: expected min < 1 < max, because 1 is no mismatch"
+            )
         if self.mode == "mask" and self.min == 0:
-            raise ValueError("mode 'mask' with min 0 keeps what is far too improbable; expected min above 0, say 0.5")
+            raise ValueError("min = 0: mode 'mask' does not filter low ratios then; expected min above 0, such as 0.5")
         return self
 
 
 class DynamicSamplingSettings(Settings):
-    """DAPO's dynamic sampling: groups whose rewards all agree are replaced by groups of the next prompts.
+    """DAPO's dynamic sampling: groups whose rewards are all equal are replaced by groups of the next prompts.
 
-    At most `max_rounds` rounds of sampling a step, and none after `min_valid_share` of the step's groups are worth
-    training: 1 fills the step (DAPO), below it is GPG's threshold. `by` names the reward that must disagree; unset, it
-    is their weighted sum.
+    A step samples at most `max_rounds` rounds, and stops once `min_valid_share` of its groups have differing rewards: 1
+    is DAPO's value, a smaller one is GPG's threshold. `by` names the reward that must differ within a group, by default
+    the weighted sum of the rewards.
     """
 
     max_rounds: Annotated[int, Field(ge=2, le=100)] = 4
@@ -262,7 +280,7 @@ class DynamicSamplingSettings(Settings):
 
 
 class RunConfig(Settings):
-    """One training run, fully resolved."""
+    """All settings of one training run."""
 
     # model
     model: PathText
@@ -271,7 +289,7 @@ class RunConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    liger_layers: bool = False  # Liger's kernels for norms, rotary embeddings and MLPs
+    liger_layers: bool = False  # uses Liger's kernels for norms, rotary embeddings and MLPs
     chat_template: str | None = None
     system_prompt: Text | None = None  # a text, or the name of one of SYSTEM_PROMPTS
     # data
@@ -295,17 +313,17 @@ class RunConfig(Settings):
     loss_type: str = "grpo"
     epsilon: NonNegative | None = None
     epsilon_high: NonNegative | None = None
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"  # of a group's rewards; leave_one_out is RLOO's
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"  # subtracted from a reward; leave_one_out is RLOO's
     scale_rewards: Literal["group", "batch", "bernoulli", "none"] = "group"
     beta: NonNegative = 0.0
     entropy_coef: NonNegative = 0.0
     mask_truncated_completions: bool = False
-    correction: CorrectionSettings | None = None  # of what another engine than the trainer sampled
+    correction: CorrectionSettings | None = None  # importance weights when another engine than the trainer samples
     num_iterations: Count = 1
     # pair term
     lambda_reg: NonNegative = 0.01  # paper
     beta_dpo: Positive = 0.2  # paper
-    reward_margin: NonNegative = 0.0  # rewards here are 0 or 1; the paper's 1.5 belongs to its summed shaping rewards
+    reward_margin: NonNegative = 0.0  # for rewards of 0 and 1; the paper's 1.5 is for its sum of several rewards
     pair_mining: Literal["all", "topk"] = "all"
     max_pairs_per_group: Count | None = None
     ref_free: bool = False
@@ -322,10 +340,10 @@ class RunConfig(Settings):
     # run
     max_steps: Count = 1000  # paper
     micro_batch_tokens: Count = 8192
-    gradient_checkpointing: bool = False  # layers are computed again in the backward instead of kept
-    offload_activations: bool = False  # what checkpointing keeps waits in CPU memory
+    gradient_checkpointing: bool = False  # layers are recomputed in the backward
+    offload_activations: bool = False  # the layer inputs that checkpointing saves are kept in CPU memory
     save_steps: Count = 50
-    term_gradient_steps: CountOrZero = 0  # every N-th step measures both terms' gradients by the trained parameters
+    term_gradient_steps: CountOrZero = 0  # every N-th step measures each term's gradient of the trained parameters
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
     eval_steps: CountOrZero = 0
@@ -347,8 +365,8 @@ def _refusals(c: RunConfig) -> Iterator[str]:
     if c.top_p != 1.0 or c.top_k != 0:
         key, value = ("top_p", c.top_p) if c.top_p != 1.0 else ("top_k", c.top_k)
         yield (
-            f"{key} = {value!r}: expected top_p = 1.0 and top_k = 0, since a filter samples from another support than "
-            "the one the log-probabilities are computed on"
+            f"{key} = {value!r}: expected top_p = 1.0 and top_k = 0, because log-probs are those of the unfiltered "
+            "distribution; leave both out"
         )
     if not LOSS_TYPES.get(c.loss_type, True):
         for key in ("epsilon", "epsilon_high"):
@@ -356,14 +374,15 @@ def _refusals(c: RunConfig) -> Iterator[str]:
                 yield f"{key} = {getattr(c, key)!r}: loss_type {c.loss_type!r} does not clip; leave {key} unset"
     labels = [reward.label for reward in c.rewards]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
-        yield f"rewards: two are called {label!r}; expected different names, since metrics are kept under them"
+        yield f"rewards: two are called {label!r}; expected different names, because metrics are recorded by name"
     if all(reward.weight == 0 for reward in c.rewards):
-        yield "rewards: every weight is 0, so nothing would be trained; expected another weight for one of them"
+        yield "rewards: every weight is 0, so there would be no training signal; expected one weight other than 0"
     if isinstance(c.task, DatasetTask) and c.task.answer is None and NEED_ANSWERS & set(labels):
-        yield f"task.answer unset: {min(NEED_ANSWERS & set(labels))} judges answers; name their column"
+        name = min(NEED_ANSWERS & set(labels))
+        yield f"task.answer = None: the reward {name} compares answers; set it to the column of the right answer"
     if c.combine_rewards == "normalize_then_sum" and (c.scale_rewards, c.baseline) != ("group", "mean"):
         yield (
-            "combine_rewards = 'normalize_then_sum': it normalizes by the group's mean and deviation; expected "
+            "combine_rewards = 'normalize_then_sum': it uses the mean and standard deviation of a group; expected "
             f"scale_rewards = 'group' and baseline = 'mean', got {c.scale_rewards!r} and {c.baseline!r}"
         )
     if c.min_prompt_length > c.max_prompt_length:
@@ -373,29 +392,44 @@ def _refusals(c: RunConfig) -> Iterator[str]:
     if c.warmup_steps >= c.max_steps:
         yield f"warmup_steps = {c.warmup_steps}: expected fewer than max_steps = {c.max_steps}"
     if c.eval_steps and not c.eval_prompts:
-        yield f"eval_steps = {c.eval_steps}: expected eval_prompts > 0 beside it"
+        yield (
+            f"eval_steps = {c.eval_steps}: eval_prompts is 0; set eval_prompts to the number of held-out examples to "
+            "use"
+        )
 
 
 def _memory_refusals(c: RunConfig) -> Iterator[str]:
     if c.lora is None and c.quantization is not None:
         yield (
-            f"quantization = {c.quantization!r}: quantized weights cannot be trained, only adapters on them; expected "
-            "quantization: null for full fine-tuning, or lora beside it"
+            f"quantization = {c.quantization!r}: quantized weights cannot be trained, and lora = None trains every "
+            "weight; set quantization: null, or train a LoRA adapter (lora: {})"
         )
     if c.lora is None and c.dtype == "float16":
-        yield "dtype = 'float16': full fine-tuning in it would need loss scaling; expected 'bfloat16' or 'float32'"
+        yield (
+            "dtype = 'float16': full fine-tuning (lora: null) in float16 would need loss scaling; expected 'bfloat16' "
+            "or 'float32'"
+        )
     if c.lora is not None and c.lora.adapter is not None and c.lora.target_modules != "all-linear":
-        yield "lora.target_modules: lora.adapter has its own; leave it out"
+        yield (
+            f"lora.target_modules = {c.lora.target_modules!r}: the saved lora.adapter defines its own modules; leave "
+            "target_modules out"
+        )
     if c.offload_activations and not c.gradient_checkpointing:
-        yield "offload_activations: it moves what checkpointing keeps; expected gradient_checkpointing: true beside it"
+        yield (
+            "offload_activations = True: it offloads the layer inputs that gradient checkpointing saves, and "
+            "gradient_checkpointing = False; set gradient_checkpointing: true"
+        )
     if c.attn_implementation == "flash_attention_2" and c.dtype == "float32":
-        yield "attn_implementation = 'flash_attention_2': computes in 16 bits only; expected dtype 'bfloat16' or 'auto'"
+        yield (
+            "attn_implementation = 'flash_attention_2': it supports 16-bit dtypes only, and dtype = 'float32'; set "
+            "dtype: bfloat16, or attn_implementation: sdpa"
+        )
     for setting in gpu_only_settings(c) if c.device == "cpu" else ():
-        yield f"{setting}: needs a GPU, and device = 'cpu'; leave the setting out, or set device: cuda"
+        yield f"{setting}: this needs a GPU, and device = 'cpu'; leave the setting out, or set device: cuda"
 
 
 def gpu_only_settings(c: RunConfig) -> list[str]:
-    """The settings of a run that work on a GPU only."""
+    """The settings in use that work on a GPU only."""
     needs_gpu = {
         "attn_implementation = 'flash_attention_2'": c.attn_implementation == "flash_attention_2",
         "liger_layers": c.liger_layers,
@@ -410,15 +444,24 @@ def _sampling_refusals(c: RunConfig) -> Iterator[str]:
     least = c.max_prompt_length + c.max_completion_length + 512
     if paged and paged.cache_tokens is not None and paged.cache_tokens < least:
         yield (
-            f"sampler.cache_tokens = {paged.cache_tokens}: expected at least {least}, one completion with its prompt "
-            "(max_prompt_length + max_completion_length, two pages more)"
+            f"sampler.cache_tokens = {paged.cache_tokens}: expected at least {least}, the room for one completion with "
+            "its prompt (max_prompt_length + max_completion_length, and two pages)"
         )
     if server and c.lora is None:
-        yield "sampler.name = 'server': the server gets adapters, and lora = null trains every weight; expected lora"
+        yield (
+            "sampler.name = 'server': a server gets LoRA adapters only, and lora = None trains every weight; train a "
+            "LoRA adapter (lora: {}), or use sampler 'generate'"
+        )
     if c.correction and c.sampler.name == "generate":
-        yield "correction: sampler 'generate' is the trainer itself, there is nothing to correct; leave correction out"
+        yield (
+            "correction: with sampler 'generate' the trainer itself samples, so there is no mismatch to correct; leave "
+            "correction out"
+        )
     if c.correction and server and server.dialect == "transformers":
-        yield "correction: `transformers serve` gives no log-probs; expected dialect 'vllm', or no correction"
+        yield (
+            "correction: `transformers serve` returns no log-probs; leave correction out, or use vLLM with "
+            "sampler.dialect: vllm"
+        )
     labels = [reward.label for reward in c.rewards]
     if c.dynamic_sampling and c.dynamic_sampling.by not in (None, *labels):
         yield f"dynamic_sampling.by = {c.dynamic_sampling.by!r}: expected one of the run's rewards {', '.join(labels)}"

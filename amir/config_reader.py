@@ -1,4 +1,4 @@
-"""Reading a run: a YAML file or a shipped recipe, `key=value` overrides, and one line for each thing that is wrong."""
+"""Reads the settings of a run from a YAML file or a shipped recipe, and words each mistake as one line."""
 
 import re
 from importlib import resources
@@ -29,9 +29,9 @@ def recipe_names() -> list[str]:
 
 
 def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
-    """Reads a YAML file or a shipped recipe, applies `key=value` overrides (values are YAML), validates.
+    """Reads a YAML file or a shipped recipe, applies `key=value` overrides (values are YAML) and validates the result.
 
-    Raises ConfigError with one line for each thing that is wrong.
+    Raises ConfigError with one line for each mistake.
     """
     fields = _read(run)
     for override in overrides or []:
@@ -43,7 +43,7 @@ def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 def config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, in the order of its definition; reading it back gives the same config."""
+    """The resolved configuration as YAML, in the order of definition; reading it back gives the same configuration."""
     return yaml.safe_dump(config.model_dump(exclude_unset=False, mode="json"), sort_keys=False)
 
 
@@ -58,18 +58,19 @@ def _read(run: str) -> dict[str, Any]:
         raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
     fields = _parse_yaml(text, run)
     if not isinstance(fields, dict):
-        raise ConfigError(f"{run}: expected keys and values, got {type(fields).__name__}")
+        raise ConfigError(f"{run}: expected a mapping of settings (key: value), got {type(fields).__name__}")
     return fields
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML whose mappings hold each key once."""
+    """YAML whose mappings have no duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+                message = f"key {key.value!r} is a duplicate; remove one of the two"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -79,33 +80,35 @@ def _parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, Loader=_UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}: expected YAML, and it cannot be parsed: {' '.join(str(error).split())}") from None
 
 
 def read_utf8(path: Path) -> str:
-    """A file's text, a byte order mark left out; ConfigError where it cannot be read or is not UTF-8."""
+    """A file's text without a byte order mark; ConfigError if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error}") from None
+        raise ConfigError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a readable file") from None
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals:
-        raise ConfigError(f"--set {override!r}: expected key=value")
+        raise ConfigError(f"--set {override!r}: expected key=value, as in --set learning_rate=1e-4")
     *parents, leaf = key.strip().split(".")
     for parent in parents:
         fields = fields.setdefault(parent, {})
         if not isinstance(fields, dict):
-            raise ConfigError(f"--set {override!r}: {parent} holds a value, not keys")
+            raise ConfigError(
+                f"--set {override!r}: {parent} is a single value and has no keys; expected {parent}=VALUE"
+            )
     fields[leaf] = _parse_yaml(value, f"--set {override}")
 
 
 _UNION_TAG = re.compile(r"arithmetic$|gsm8k$|dataset$|generate$|paged$|server$|str$|constrained|list\[")
-"""Parts of an error's place that name a member of a union rather than a key."""
+"""Parts of an error's location that name a member of a union instead of a key."""
 
 
 def _explain(error: Any) -> str:
@@ -114,7 +117,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r} (value {value!r}){nearest(key, [k for k in _known_keys() if k != key])}"
     if error["type"] == "missing":
-        return f"{key}: missing; it has no default"
+        return f"{key}: missing; it has no default, so set it"
     if error["type"] == "value_error" and not key:
         return str(error["ctx"]["error"])
     return f"{key} = {value!r}: {error['msg'].replace('Input should be', 'expected').replace('Value error, ', '')}"

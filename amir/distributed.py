@@ -1,9 +1,9 @@
-"""The processes of a run: a single one, or several under torchrun, which share the work of each step.
+"""Data parallelism: the processes of a run, one by default, or several under torchrun that share the work of a step.
 
-Each rank samples and rewards its share of the prompts, then all of them hold the whole batch, so that advantages, pairs
-and divisors are those of one process. The micro-batches are assigned to the ranks in turn. Adapters are trained under
-DDP, each rank with a copy of the model; whole models under FSDP2, each rank with a shard of every weight, gradient and
-moment. Rank 0 alone writes.
+Each rank samples and rewards its share of the prompts. Then the completions are gathered on all ranks, so advantages,
+pairs and divisors are those of one process. The micro-batches are assigned to the ranks in turn. Adapters are trained
+with DDP, each rank with a copy of the model; full fine-tuning uses FSDP2, each rank with a shard of every weight,
+gradient and moment. Only rank 0 writes files.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for another, which may be sampling: longer than any step should take."""
+"""How long a rank waits for another one, which may be sampling: longer than any step should take."""
 FIRST_RANK_EXIT_SECONDS = 10.0
 """How long the other ranks wait before they exit, so that the first one can report why: torchrun ends all ranks as soon
 as one of them has exited."""
@@ -39,7 +39,7 @@ as one of them has exited."""
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
@@ -50,17 +50,17 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This rank's consecutive part of `items`; parts differ by at most one in length and may be empty."""
+        """This rank's consecutive share of `items`; the lengths of shares differ by at most one and may be 0."""
         each, more = divmod(len(items), self.size)
         begin = self.rank * each + min(self.rank, more)
         return items[begin : begin + each + (self.rank < more)]
 
     def name(self, stream: int | str) -> int | str:
-        """A random stream's name on this rank; the first rank's is that of a single process."""
+        """The name of a random stream on this rank; on the first rank it is that of a single process."""
         return stream if self.first else f"{stream}/rank {self.rank}"
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of each rank, by rank; anything that can be pickled, its tensors on the CPU."""
+        """`value` of each rank, in the order of ranks: anything that pickles, with its tensors on the CPU."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -73,8 +73,8 @@ class Ranks:
             dist.all_reduce(value)
         return value
 
-    def total_of_sums(self, sums: Counter[str]) -> Counter[str]:
-        """Named sums over the ranks; a name need not be on all of them."""
+    def total_sums(self, sums: Counter[str]) -> Counter[str]:
+        """Sums over the ranks, by name; a name may be missing on some ranks."""
         if self.size == 1:
             return sums
         total: Counter[str] = Counter()
@@ -84,10 +84,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Where the body raises ConfigError or RunStopped on any rank, all of them end and the first one reports it.
+        """If the body raises ConfigError or RunStopped on any rank, all ranks end and the first one reports the error.
 
         The first rank raises every message once; the others exit after it, with its exit code. The body may communicate
-        with other ranks only before it raises, or where all of them raise alike.
+        with other ranks only before it raises, or if all of them raise alike.
         """
         error: tuple[type[ConfigError | RunStopped], str] | None = None
         try:
@@ -101,11 +101,11 @@ class Ranks:
         if self.first:
             raise kind("\n".join(dict.fromkeys(text for _, text in errors)))
         with contextlib.suppress(RuntimeError):
-            self.gather(None)  # fails once the first rank has disconnected: it is reporting then
+            self.gather(None)  # fails once the first rank has disconnected, which then reports the error
         _exit_after_first_rank(2 if issubclass(kind, ConfigError) else 1)
 
     def wait(self) -> None:
-        """Returns when every rank is here."""
+        """Returns once every rank has called it."""
         if self.size > 1:
             dist.barrier()
 
@@ -120,10 +120,10 @@ def _exit_after_first_rank(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started, connected; or this single process.
+    """Connects the ranks that torchrun started; without torchrun, yields this single process.
 
-    Where the connection to a rank breaks, the first one raises RunStopped; the others exit without a message, since the
-    first one or torchrun reports the reason.
+    If the connection to a rank breaks, the first rank raises RunStopped; the others exit without a message, because the
+    first rank or torchrun reports the reason.
     """
     if not dist.is_torchelastic_launched():
         yield SINGLE_PROCESS
@@ -138,13 +138,13 @@ def joined_ranks() -> Iterator[Ranks]:
             raise
         if dist.get_rank() > 0:
             _exit_after_first_rank(1)
-        raise RunStopped("rank 0 lost contact with another rank; see that rank's output") from None
+        raise RunStopped("rank 0 lost contact with another rank; see that rank's output for the reason") from None
     finally:
         dist.destroy_process_group()
 
 
 class Forward(nn.Module):
-    """Runs a function of its parts inside a module's forward, where DDP and FSDP2 hook in."""
+    """Runs a function inside a module's forward, which DDP and FSDP2 hook into; `parts` are the modules it uses."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -156,23 +156,23 @@ class Forward(nn.Module):
 
 
 def replicated(forward: Forward) -> DistributedDataParallel:
-    """For adapters: each rank has a copy of the model and accumulates its own gradients, until `average_gradients`."""
+    """DDP, for adapters: each rank has a copy of the model and its own gradients until `average_gradients`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(forward, broadcast_buffers=False)
 
 
 def average_gradients(replicas: DistributedDataParallel) -> None:
-    """Averages the gradients that the ranks have accumulated: DDP does so in a backward, here that of an empty sum.
+    """Averages the gradients that the ranks have accumulated. DDP does so in a backward, here that of an empty sum.
 
-    So no micro-batch waits for another rank, and one that runs out of memory can be given up on every rank.
+    No micro-batch waits for another rank, so a pass that runs out of memory can be abandoned on every rank.
     """
     trained = [parameter for parameter in replicas.parameters() if parameter.requires_grad]
     replicas(lambda: sum(parameter.flatten()[:0].sum() for parameter in trained)).backward()
 
 
 def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: int) -> Forward:
-    """For whole models: float32 weights in `size` shards, gathered layer by layer in `compute` when they are needed."""
+    """FSDP2, for full fine-tuning: float32 weights in `size` shards, gathered layer by layer in the dtype `compute`."""
     precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     options: Any = {"mesh": init_device_mesh(device.type, (size,)), "mp_policy": precision}
     for layer in [module for module in forward.modules() if isinstance(module, GradientCheckpointingLayer)]:
@@ -184,7 +184,7 @@ def sharded(forward: Forward, device: torch.device, compute: torch.dtype, size: 
 def run_gathered(forward: nn.Module, run: Callable[[], Result]) -> Result:
     """`run()` with every weight gathered once and kept until it returns; every rank must call this.
 
-    Ranks may take different numbers of decoding steps: none of them waits for another once the weights are gathered.
+    Ranks may need different numbers of decoding steps: once the weights are gathered, no rank waits for another.
     """
     shards = [module for module in forward.modules() if isinstance(module, FSDPModule)]
     for module in shards:
@@ -199,12 +199,12 @@ def run_gathered(forward: nn.Module, run: Callable[[], Result]) -> Result:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; every rank must call this."""
+    """The gathered tensor, if it is sharded, otherwise the tensor; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor sharded like `like`, and on its device; every rank must call this."""
+    """`tensor` on the device of `like`, and sharded if `like` is; every rank must call this."""
     if isinstance(like, DTensor) and tensor.shape == like.shape:
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
     return tensor.to(like.device)

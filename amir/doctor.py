@@ -1,4 +1,4 @@
-"""What this machine can run, and what is missing."""
+"""`amir doctor`: what this machine can run, and which packages are missing."""
 
 import importlib.metadata
 import platform
@@ -8,17 +8,17 @@ from .errors import ConfigError
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash-attn", "liger-kernel", "bitsandbytes", "trl")
 SERVES = {
-    "triton": "the kernels on a GPU",
+    "triton": "the Triton kernels on a GPU; it is installed with torch on Linux",
     "flash-attn": "attn_implementation: flash_attention_2, and packed attention on GPUs; pip install 'amir-grpo[gpu]'",
     "liger-kernel": "liger_layers; pip install 'amir-grpo[gpu]'",
     "bitsandbytes": "quantization and optimizer: adamw_8bit; pip install 'amir-grpo[gpu]'",
-    "trl": "the benchmarks beside it; pip install 'amir-grpo[bench]'",
+    "trl": "the comparisons in bench/; pip install 'amir-grpo[bench]'",
 }
-"""What a package that may be missing would be for."""
+"""What needs each optional package, and how to install it."""
 
 
 def findings() -> Iterator[str]:
-    """One line a finding."""
+    """The lines of the report."""
     import torch
 
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -26,12 +26,12 @@ def findings() -> Iterator[str]:
         try:
             yield f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
-            yield f"{package}: not installed (for {SERVES.get(package, 'the trainer')})"
+            yield f"{package}: not installed; needed for {SERVES.get(package, 'the trainer')}"
     if torch.cuda.is_available():
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        yield f"GPU: {torch.cuda.get_device_name()} (compute capability {capability}); Triton kernels serve it"
+        yield f"GPU: {torch.cuda.get_device_name()} (compute capability {capability}); the Triton kernels are used"
     else:
-        yield f"no GPU: the torch backend serves, on {torch.get_num_threads()} threads; train small models only"
+        yield f"no GPU: the torch backend is used with {torch.get_num_threads()} threads; train small models only"
     yield _packaged_model()
 
 

@@ -1,4 +1,4 @@
-"""Completions with their prompts as padded tensors, in the layout that scoring, losses and micro-batches share.
+"""Completions and their prompts as padded tensors: the layout that scoring, losses and micro-batches share.
 
 N prompts of padded length P; B completions of padded length C.
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tokens:
-    """Completions and the prompts that they share: a prompt is held once, whatever the size of its group."""
+    """Completions and their prompts; a prompt is stored once for its group."""
 
     prompt_ids: Tensor  # int64 [N, P], left-padded
     prompt_mask: Tensor  # bool [N, P]
-    prompt_of: Tensor  # int64 [B], the prompt of each completion
+    prompt_index: Tensor  # int64 [B], the prompt of each completion
     completion_ids: Tensor  # int64 [B, C], right-padded
     completion_mask: Tensor  # bool [B, C]; the first EOS included, nothing after it
 
@@ -34,25 +34,25 @@ class Tokens:
         return self.completion_mask.sum(1)
 
     def computed(self, *, packed: bool) -> int:
-        """Tokens that the model computes to score these completions, whose last tokens predict nothing.
+        """The number of tokens that the model computes to score these completions, whose last tokens are not inputs.
 
-        Packed: each prompt once and the completions behind it. Otherwise each completion behind its own copy of the
-        prompt, padded to the longest.
+        Packed: each prompt once, followed by its completions. Otherwise each completion follows its own copy of the
+        prompt, padded to the longest row.
         """
         continued = (self.completion_lengths - 1).clamp(min=0)
         if packed:
             return int(self.prompt_lengths.sum() + continued.sum())
-        return len(self) * int((self.prompt_lengths[self.prompt_of] + continued).max())
+        return len(self) * int((self.prompt_lengths[self.prompt_index] + continued).max())
 
     def rows(self, rows: Tensor) -> "Tokens":
-        """These completions with their prompts, trimmed to the longest of each."""
-        prompts, prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        """The completions `rows` (int64) with their prompts, trimmed to the longest prompt and completion."""
+        prompts, prompt_index = self.prompt_index[rows].unique(return_inverse=True)
         p = int(self.prompt_lengths[prompts].max())
         c = int(self.completion_lengths[rows].max())
         return Tokens(
             self.prompt_ids[prompts, -p:],
             self.prompt_mask[prompts, -p:],
-            prompt_of,
+            prompt_index,
             self.completion_ids[rows, :c],
             self.completion_mask[rows, :c],
         )
@@ -64,18 +64,18 @@ def pad_tokens(
     pad_id: int,
     device: torch.device | str = "cpu",
 ) -> Tokens:
-    """Lists of token ids as tensors; the completions of each prompt stand side by side, equally many of each."""
+    """Lists of token ids as tensors. Every prompt has equally many completions, which are consecutive."""
     prompt_ids, prompt_mask = pad_left(prompts, pad_id)
     completion_ids = pad_right(completions, pad_id)
     lengths = torch.tensor([len(ids) for ids in completions])
     completion_mask = torch.arange(completion_ids.shape[1]) < lengths[:, None]
-    prompt_of = torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts))
-    parts = (prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask)
+    prompt_index = torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts))
+    parts = (prompt_ids, prompt_mask, prompt_index, completion_ids, completion_mask)
     return Tokens(*(part.to(device) for part in parts))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids int64 `[N, P]` with the padding in front, and bool `[N, P]`, True at the tokens."""
+    """Left-padded ids, int64 `[N, P]`, and their mask, bool `[N, P]`, True at the tokens."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_id)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -86,6 +86,6 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def pad_right(rows: Sequence[Sequence[float]], fill: float) -> Tensor:
-    """Lists of numbers as `[B, C]`, in the dtype of `fill`, which stands behind the shorter ones."""
+    """Lists of numbers as `[B, C]`, right-padded with `fill` and in its dtype."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.tensor(fill).dtype)

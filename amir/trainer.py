@@ -1,7 +1,7 @@
-"""The loop: sample groups, reward them, form advantages and pairs, run micro-batches, take one optimizer step.
+"""The training loop: sample groups, reward them, form advantages and pairs, run micro-batches, take one optimizer step.
 
-What this GRPO leaves out: no value model, no reward model, no extra pass for old log-probs (they are the current ones,
-detached, until a batch is reused), no training forward for completions whose gradient is exactly zero.
+What this GRPO leaves out: there is no value model, no reward model, no extra pass for old log-probs (they are the
+current ones, detached, until a batch is reused), and no training forward for completions whose gradient is zero.
 """
 
 import random
@@ -26,14 +26,14 @@ from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .tasks import Example, Task
 from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
 from .update.batch import Batch, make_batch
-from .update.gradient import backward, objective_of, reference_logprobs
+from .update.gradient import backward, make_objective, reference_logprobs
 from .update.micro_batches import TokenBudget
 from .update.optimizer import apply_update, make_optimizer
 
 
 @dataclass
 class Trainer:
-    """One run: its policy, its task, its folder. `train` is the loop."""
+    """One run: its policy, its task and its run directory. `train` is the loop."""
 
     config: RunConfig
     policy: Policy
@@ -41,14 +41,16 @@ class Trainer:
     directory: RunDirectory
     display: Display = field(default_factory=NullDisplay)
     sampler: Sampler | None = None
-    """by default the one that the configuration names"""
+    """by default the one that `config.sampler` names"""
 
     def __post_init__(self) -> None:
         self.ranks = self.policy.ranks
-        self.objective = objective_of(self.config)
+        self.objective = make_objective(self.config)
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
-        self.budget = TokenBudget.of(self.config, self.policy, say=self.say, show_progress=self.display.progress)
+        self.budget = TokenBudget.for_policy(
+            self.config, self.policy, say=self.say, show_progress=self.display.progress
+        )
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in self.task.notes:
@@ -66,7 +68,7 @@ class Trainer:
         self.health = Health(self.config)
 
     def resume(self) -> None:
-        """Goes back to the latest whole checkpoint, or to the start where there is none."""
+        """Restores the latest complete checkpoint; without one the run starts at step 1."""
         checkpoint = latest_checkpoint(self.directory.checkpoints)
         if checkpoint:
             self.finished_steps = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.named)
@@ -76,7 +78,7 @@ class Trainer:
         self.say(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
 
     def train(self) -> None:
-        """Runs to `max_steps`; evaluates before, every `eval_steps` and after; saves every `save_steps` and last."""
+        """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last."""
         c = self.config
         self._begin()
         with self.rewards:
@@ -113,11 +115,11 @@ class Trainer:
 
     @property
     def result(self) -> str:
-        """Name of the folder that holds the trained weights at the end."""
+        """Name of the folder for the trained weights."""
         return "model" if self.config.lora is None else "adapter"
 
     def say(self, text: str) -> None:
-        """Shows a line and keeps it in log.txt."""
+        """Shows a line and writes it to log.txt."""
         self.directory.log(text)
         self.display.say(text)
 
@@ -126,14 +128,17 @@ class Trainer:
         self.display.begin(self.finished_steps)
         if self.policy.why_unpacked:
             self.say(
-                "training without packing, each completion with its own copy of the prompt, since "
+                "training without packing, each completion with its own copy of the prompt, because "
                 f"{self.policy.why_unpacked}"
             )
         if self.finished_steps >= self.config.max_steps:
-            self.say(f"nothing to do: step {self.finished_steps} is done and max_steps = {self.config.max_steps}")
+            self.say(
+                f"nothing to do: step {self.finished_steps} is done and max_steps = {self.config.max_steps}; set a "
+                "larger max_steps to continue"
+            )
 
     def _collect(self, step: int, clock: Clock) -> Groups:
-        """The step's groups, from one round of sampling or from those that dynamic sampling needs; all are on disk."""
+        """The step's groups, from one or several rounds of sampling; all completions are written to disk."""
         c, groups, records = self.config, Groups(self.config), []
         while count := groups.missing:
             stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
@@ -161,7 +166,7 @@ class Trainer:
         return make_batch(rollout, scores, self.config, pad_id=self.policy.pad_id, device=self.policy.device)
 
     def _evaluate(self, step: int) -> None:
-        """Samples `eval_samples` completions of the first `eval_prompts` held-out examples; changes no state."""
+        """Samples `eval_samples` completions of the first `eval_prompts` held-out prompts each; changes no state."""
         c = self.config
         records: list[dict[str, Any]] = []
         for first in range(0, len(self.held_out), c.prompts_per_step):
@@ -187,7 +192,7 @@ class Trainer:
             self.say(warning)
 
     def _next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts, which count as consumed: each epoch is its own permutation of the training prompts."""
+        """The next training prompts, in a seeded permutation of each epoch; advances `data_position`."""
         size = len(self.prompts)
         places = range(self.data_position, self.data_position + count)
         self.data_position += count
@@ -201,8 +206,9 @@ class Trainer:
     def _refuse_missing_prompts(self) -> None:
         if not self.prompts:
             raise ConfigError(
-                f"no training prompt is left of {len(self.task.train)} examples; expected a task with examples and "
-                f"max_prompt_length (now {self.config.max_prompt_length}) above their length"
+                f"max_prompt_length = {self.config.max_prompt_length}, min_prompt_length = "
+                f"{self.config.min_prompt_length}: no training prompt is left of {len(self.task.train)} examples; set "
+                "bounds that include their lengths, or use a task with training examples"
             )
         if self.config.eval_prompts and not self.held_out:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The bounds of the head ops beside their contenders, computed from rows of `bench_linear_logprob.py`.
+"""Bounds of the head ops against their contenders, computed from rows of `bench_linear_logprob.py`.
 
 A row's workload names the head (`model`, `hidden_size`, `vocabulary`), the `mode` and the `tokens`; the contenders are
 those named here.
@@ -16,7 +16,7 @@ TRL_DEFAULT, TRL_BEST = "TRL, default chunk", "TRL, best chunk"
 CHUNKED_PEERS = (TRL_DEFAULT, TRL_BEST, LIGER, LIGER_COMPILED)
 FROZEN, TRAINED, GROWTH = "frozen head", "trained head", "growth"
 FLOPS = {(OURS, FROZEN): 6, (OURS, TRAINED): 8, (FUSED, FROZEN): 4, (FUSED, TRAINED): 6}
-"""Of forward and backward, in T H V."""
+"""Operations of forward and backward, in units of T H V."""
 
 GROWN_TIME = 1.1
 """Upper bound of the seconds per token at the longest T over those at the shortest; above it time is not linear."""
@@ -25,7 +25,7 @@ GROWN_SCRATCH = 1.1
 
 
 def bare(flops: int) -> str:
-    """The name of the bare products with this many T H V flops."""
+    """The contender name of the bare products with this many operations, in units of T H V."""
     return f"bare GEMMs, {flops} T H V"
 
 

@@ -3,8 +3,8 @@
 Every contender computes the same GRPO loss from the same hidden states, forward and backward, in float32; before
 anything is timed their losses and gradients are compared. Contenders take turns. Memory is the growth of the process's
 peak, less the returned gradients. The bare products are of the same sizes as the op's, in the fastest of three
-blockings. In "30% dead rows" the clip leaves 30% of the tokens without gradient; the peers' work does not depend on
-that. TRL's best chunk is found first, on a part of the vocabulary. `growth` takes one head over growing numbers of
+blockings. In "30% dead rows" the clip makes the gradient of 30% of the tokens zero; the peers' work does not depend on
+that. TRL's best chunk is chosen first, on a part of the vocabulary. `growth` measures one head with growing numbers of
 tokens.
 """
 
@@ -78,7 +78,7 @@ console = Console(width=120)
 
 
 def main() -> None:
-    """Measures every head and case, prints and keeps the rows, prints the bars."""
+    """Measures every head and case, prints and keeps the rows, and prints the bounds."""
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside what is timed
@@ -114,7 +114,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def peers(best_chunk: int | None) -> dict[str, Contender]:
-    """Full logits, and those of the others that are installed; who is missing is said."""
+    """Full logits, and the contenders that are installed; reports those that are missing."""
     found: dict[str, Contender] = {FULL: full_logits}
     if best_chunk:
         found |= {TRL_DEFAULT: trl_chunked(trl_default_chunk()), TRL_BEST: trl_chunked(best_chunk)}
@@ -129,7 +129,7 @@ def peers(best_chunk: int | None) -> dict[str, Contender]:
 
 
 def installed(package: str) -> bool:
-    """Whether a peer is there; says so where it is not."""
+    """Whether a peer is installed; reports it if it is not."""
     there = importlib.util.find_spec(package) is not None
     if not there:
         console.print(f"{package} is not installed: left out")
@@ -156,7 +156,7 @@ def seconds_of(contender: Contender, problem: Problem) -> float:
 
 
 def refuse_disagreement(contenders: dict[str, Contender], problem: Problem) -> None:
-    """Raises ValueError where a contender's loss or gradients differ from those of full logits; also the warm-up."""
+    """ValueError if a contender's loss or gradients differ from those of full logits; this is also the warm-up."""
     part = problem.part(AGREEMENT_COLUMNS)
     expected_loss, expected = gradients(full_logits, part)
     for name, contender in contenders.items():
@@ -166,7 +166,10 @@ def refuse_disagreement(contenders: dict[str, Contender], problem: Problem) -> N
             differences[f"gradient of {what}"] = float((grad - truth).norm() / truth.norm())
         for what, difference in differences.items():
             if not difference <= AGREEMENT:
-                raise ValueError(f"{name}: {what} differs from full logits by {difference:.2g}, allowed {AGREEMENT}")
+                raise ValueError(
+                    f"{name}: {what} differs from full logits by {difference:.2g}; expected at most {AGREEMENT}. "
+                    "Correct the contender before it is timed"
+                )
 
 
 # ---- the bare products ---------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def fastest_products(problem: Problem) -> Products:
 
 
 def bare_seconds(parts: tuple[float, float, float], contender: str, mode: str) -> float:
-    """The products that `contender` needs: the logits twice where it recomputes them."""
+    """The products that `contender` needs: the logits twice if it recomputes them."""
     logits, to_hidden, to_weight = parts
     return logits * (2 if contender == OURS else 1) + to_hidden + (to_weight if mode == TRAINED else 0)
 
@@ -250,7 +253,7 @@ def measure_head(head: HeadSize, modes: Sequence[str], rounds: int, wanted: Sequ
         for mode, problem in problems.items():
             for op in (OURS, FUSED):
                 seconds[mode].setdefault(bare(FLOPS[op, mode]), []).append(bare_seconds(parts, op, mode))
-            dead = problem.with_dead_rows(DEAD_SHARE)
+            dead = problem.with_zero_gradient_rows(DEAD_SHARE)
             entries = [(name, contender, problem) for name, contender in contenders.items()] + [(DEAD, ours, dead)]
             for name, contender, inputs in entries:
                 one_run(name, contender, inputs, seconds[mode], memory[mode])
@@ -271,7 +274,7 @@ def measure_head(head: HeadSize, modes: Sequence[str], rounds: int, wanted: Sequ
 
 
 def workload(head: HeadSize, mode: str, tokens: int) -> dict[str, Any]:
-    """What is measured."""
+    """The workload of a row."""
     return {
         "model": head.name,
         "hidden_size": head.hidden,
@@ -319,7 +322,7 @@ def measure_growth(head: HeadSize, rounds: int) -> list[Row]:
 
 
 def make_rows(case: str, seconds: dict[str, list[float]], memory: dict[str, list[float]]) -> list[Row]:
-    """A row of each contender, without its birth certificate; ours are compared with the fastest chunked peer."""
+    """One row per contender, without machine, versions and date; ours are compared with the fastest chunked peer."""
     times = {name: timing(values) for name, values in seconds.items()}
     rival = min(times.keys() & set(CHUNKED_PEERS), key=lambda name: times[name]["median"], default=None)
     return [
@@ -352,7 +355,7 @@ def printed_rows(rows: Sequence[Row]) -> Table:
 
 
 def printed_bars(rows: Sequence[Row]) -> Table:
-    """What the ops must reach, and what they reached."""
+    """The bounds, and the measured ratios."""
     table = Table("head", "case", "op", "bar", "at most", "figure")
     for bar in bars(rows):
         table.add_row(bar.head, bar.mode, bar.contender, bar.name, f"{bar.bound:g}", str(bar))

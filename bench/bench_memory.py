@@ -35,7 +35,7 @@ from amir.policy.load import wrap_policy
 from amir.policy.policy import Policy
 from amir.tokens import Tokens
 from amir.update.batch import Batch, assemble
-from amir.update.gradient import backward, objective_of, reference_logprobs
+from amir.update.gradient import backward, make_objective, reference_logprobs
 from amir.update.micro_batches import TokenBudget
 from amir.update.optimizer import make_optimizer, update
 from amir_kernels import LogprobEntropy, workspace_of
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def workload(self) -> dict[str, Any]:
-        """What is counted."""
+        """The workload of a row."""
         return {
             "model": self.model,
             "weights": {None: "bfloat16", "4bit": "4-bit NF4"}[self.quantization],
@@ -105,7 +105,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: what stands between steps, and the peak within one."""
+    """Bytes: those allocated between steps, and the peak within a step."""
 
     weights: int
     trained: int
@@ -124,7 +124,7 @@ class Live(TorchDispatchMode):
         self._known: set[int] = set()
 
     def hold(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage until it is freed; host tensors and what is known already are passed over."""
+        """Counts a tensor's storage until it is freed; ignores host tensors and storages that are already counted."""
         storage = tensor.untyped_storage()
         if tensor.device != META or storage._cdata in self._known:
             return
@@ -154,7 +154,7 @@ class Live(TorchDispatchMode):
 
 
 class Flash(torch.autograd.Function):
-    """What FlashAttention allocates, and nothing computed: q `[T, heads, D]`, k and v `[keys, key heads, D]`."""
+    """FlashAttention's allocations without its computation: q `[T, heads, D]`, k and v `[keys, key heads, D]`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Flash(torch.autograd.Function):
 
 
 class ToHost(torch.autograd.Function):
-    """Log-probs leave the counted device here: zeros on the host, at the completion tokens' places `[B, C]`."""
+    """Log-probs leave the counted device here, as zeros `[B, C]` on the host."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class ToHost(torch.autograd.Function):
 
 
 class OnMeta(Policy):
-    """The trainer's policy, its tokens known on the host and its tensors without data."""
+    """The trainer's policy with tokens on the host and tensors without data."""
 
     full_logits: torch.dtype | None = None
 
@@ -215,7 +215,7 @@ class OnMeta(Policy):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """The places where the step crosses between host and device, and the attention that a GPU would run."""
+    """Replaces the transfers between host and device, and the attention by the one that a GPU would run."""
     pack = packing.pack
 
     def packed(tokens: Tokens) -> Any:
@@ -236,7 +236,7 @@ def on_meta() -> Iterator[None]:
 
 
 def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
-    """The model of the given sizes without data, its adapter on it."""
+    """A model of these sizes without data, with its adapter."""
     sizes = MODELS[setting.model] | {
         "num_key_value_heads": KEY_HEADS.get(setting.model, 2),
         "vocab_size": UNTIED.get(setting.model, VOCABULARY),
@@ -259,7 +259,7 @@ def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
 
 
 def quantize(body: nn.Module) -> None:
-    """Puts bitsandbytes' 4-bit layers, double quantization included, in place of the body's linear ones."""
+    """Replaces the linear layers of the body by bitsandbytes' 4-bit layers with double quantization."""
     for name, layer in list(body.named_modules()):
         if type(layer) is not nn.Linear:
             continue
@@ -288,7 +288,7 @@ def quantize(body: nn.Module) -> None:
 
 
 def count(setting: Setting) -> Memory:
-    """Runs reference pass, forward, backward and update of one optimizer step, nothing computed."""
+    """Runs reference pass, forward, backward and update of one optimizer step on the meta device."""
     config = RunConfig.model_validate(
         {
             "model": setting.model,
@@ -312,10 +312,10 @@ def count(setting: Setting) -> Memory:
         optimizer = make_optimizer(config, policy.trainable())
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on a GPU
-        budget = TokenBudget.of(config, policy)
+        budget = TokenBudget.for_policy(config, policy)
         batch = make_one_batch(setting, config)
         batch = replace(batch, ref_logprobs=reference_logprobs(policy, batch, config, budget))
-        backward(policy, batch, objective_of(config), config, budget)
+        backward(policy, batch, make_objective(config), config, budget)
         update(optimizer, optimizer.param_groups[0]["params"])
         trained = live.now - weights
     return Memory(weights, trained, live.peak)
@@ -370,14 +370,14 @@ CARDS = [
 
 
 def cache_bytes(setting: Setting, sequences: int = 32) -> int:
-    """Bytes of the key-value cache while so many completions are sampled."""
+    """Bytes of the key-value cache while the completions are sampled."""
     sizes = MODELS[setting.model]
     width = sizes["hidden_size"] // sizes["num_attention_heads"] * KEY_HEADS.get(setting.model, 2)
     return 2 * 2 * sizes["num_hidden_layers"] * width * sequences * (setting.prompt + setting.completion)
 
 
 def main() -> None:
-    """Counts, prints and keeps every step; each beside the same step with full logits."""
+    """Counts, prints and keeps every step, and the same step with full logits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-keep", action="store_true", help="print only")
     keeps = not parser.parse_args().no_keep

@@ -39,8 +39,8 @@ def main() -> None:
     for ratio in options.ratios:
         for row in rows_of(policies, ratio, options.repeats):
             print(
-                f"{row['case']}, {row['contender']}: {row['seconds']['median']:.2f} s "
-                f"({row['seconds']['min']:.2f} to {row['seconds']['max']:.2f}), {row['peak_memory_mb'] or 0:,.0f} MB",
+                f"{row['case']}, {row['contender']}: {row['seconds']['median']:.2f} s ({row['seconds']['min']:.2f} to "
+                f"{row['seconds']['max']:.2f}), {row['peak_memory_mb'] or 0:,.0f} MB",
                 flush=True,
             )
             if options.keep:
@@ -125,7 +125,7 @@ def rows_of(policies: dict[str, Policy], ratio: float, repeats: int) -> list[dic
 
 
 def refuse_disagreement(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
-    """Raises where the contenders do not compute the same; also their warm-up."""
+    """Raises if the contenders do not compute the same; this is also their warm-up."""
     torch.testing.assert_close(one[0], other[0], rtol=1e-5, atol=1e-4)
     for left, right in zip(one[1], other[1], strict=True):
         if (left - right).norm() > 1e-4 * right.norm():

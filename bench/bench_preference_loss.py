@@ -3,10 +3,11 @@
 Both get the same scores and rewards of 0 to 4, and their losses and gradients are compared before anything is timed.
 Contenders take turns. Memory is measured on a GPU only.
 
-Then what it adds to a training pass of SmolLM2-135M (forward and backward of one group with LoRA, float32, without
-sampling and without the optimizer), beside the way of the paper's authors: chosen and rejected completion of each pair
-go through the model once more, forward and backward, with full logits. Half of the rewards are 1, so a group of G has
-G^2 / 4 pairs. Theirs runs in parts of 8 pairs; both losses are compared first, without a reference, as theirs runs.
+Then the cost that it adds to a training pass of SmolLM2-135M (forward and backward of one group with LoRA, float32,
+without sampling and without the optimizer), beside the method of the paper's authors: chosen and rejected completion of
+each pair go through the model once more, forward and backward, with full logits. Half of the rewards are 1, so a group
+of G has G^2 / 4 pairs. Their method runs in parts of 8 pairs. Both losses are compared first, without a reference
+policy.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def measure(rows: int, group: int, device: str, repeats: int) -> list[dict]:
 
 
 def refuse_disagreement(scores: Tensor, rewards: Tensor, group: int) -> None:
-    """Raises where the contenders do not compute the same; also their warm-up."""
+    """Raises if the contenders do not compute the same; this is also their warm-up."""
     losses = [loss(scores, rewards, group) for loss in CONTENDERS.values()]
     gradients = [torch.autograd.grad(loss, scores)[0] for loss in losses]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
@@ -139,7 +140,7 @@ class Group(NamedTuple):
 
 
 def measure_in_training(group: int, device: str, repeats: int) -> list[dict]:
-    """Rows of the training pass and of the two ways to add the pair term to it."""
+    """Rows of the training pass and of the two methods to add the pair term to it."""
     made = smollm2_group(group, device)
     refuse_other_loss(made)
     logprobs = policy_logprobs(made).detach().requires_grad_()
@@ -206,7 +207,7 @@ def train(group: Group) -> None:
 
 
 def pair_term(logprobs: Tensor, rewards: Tensor) -> Tensor:
-    """What AMIR-GRPO adds to a pass whose log-probs are there."""
+    """The pair term of a pass whose log-probs are given."""
     return preference_loss(sequence_logprob(logprobs), rewards, len(rewards), beta_dpo=BETA).loss
 
 
@@ -226,7 +227,7 @@ def authors_pair_term(group: Group) -> Tensor:
 
 
 def refuse_other_loss(group: Group) -> None:
-    """Raises where the two ways do not give one loss."""
+    """Raises if the two methods do not give the same loss."""
     with torch.no_grad():
         ours = pair_term(policy_logprobs(group), group.rewards)
     torch.testing.assert_close(authors_pair_term(group), ours, rtol=1e-4, atol=0)

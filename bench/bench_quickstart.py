@@ -24,7 +24,7 @@ LAST_STEPS = 3
 
 
 def main() -> int:
-    """Runs the recipe in a temporary folder, keeps and prints its row; the command's exit code where it failed."""
+    """Runs the recipe in a temporary folder, keeps and prints its row; returns the command's exit code if it failed."""
     certificate = birth_certificate()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "quickstart"
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def row_of(run: Path, seconds: float | None) -> dict[str, Any]:
-    """The row of a finished run's folder, without its birth certificate; `seconds` None where they mean nothing."""
+    """The row of a finished run, without machine, versions and date; `seconds` is None if they were not measured."""
     metrics, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
     return {
         "bench": "quickstart",
@@ -83,7 +83,7 @@ def curve(metrics: Records, evaluations: Records) -> dict[str, list[float]]:
 
 
 def case(metrics: Records, evaluations: Records) -> str:
-    """What happened to success, in words."""
+    """The result in words."""
     found = observed(metrics, evaluations)
     sampled, held_out = ("{:.2f} to {:.2f}".format(*found[name]) for name in ("sampled_success", "held_out_success"))
     return (

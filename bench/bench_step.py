@@ -5,12 +5,12 @@ micro-batch of as many tokens: two groups fit where TRL has eight padded complet
 `amir-completions` has as many completions in a micro-batch as TRL instead, so fewer tokens. `amir-pairs` adds the pair
 term and its reference log-probs; `trl-checkpointing` is `trl` with gradient checkpointing, TRL's default.
 
-Each measurement has a process of its own, since peak memory is a process's, and the contenders take turns. A group
-whose rewards are all equal is dead: it has no gradient, and amir leaves it out of the update where TRL computes zeros.
-How many there were stands in the case; `--random-rewards` makes them rare.
+Each measurement has its own process, because peak memory belongs to a process, and the contenders take turns. A group
+whose rewards are all equal has no training signal: amir leaves it out of the update, and TRL computes zero gradients.
+The case has the number of such groups; `--random-rewards` makes them rare.
 
 Parts of a step, by wrapping each trainer's own functions: rollout (sampling and rewards), scoring (passes without
-gradient, for old or reference log-probs), forward, backward (with what checkpointing computes again).
+gradient, for old or reference log-probs), forward, backward (including the recomputation of checkpointing).
 """
 
 import argparse
@@ -60,7 +60,7 @@ is 48 + 24 = 72 clips. The answer is 72."""
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked, and how much may be answered."""
+    """The questions, and the lengths of prompts and completions."""
 
     name: str
     prompts: int  # a step
@@ -75,7 +75,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What every measurement of a run shares."""
+    """The settings that all measurements of a run share."""
 
     steps: int
     threads: int
@@ -110,7 +110,7 @@ class Measurement:
 
 
 def main() -> int:
-    """Measures the contenders in turns, prints and keeps a row of each; returns 2 where TRL is missing."""
+    """Measures the contenders in turns, prints and keeps a row of each; returns 2 if TRL is missing."""
     options = parse_arguments()
     if any(contender.startswith("trl") for contender in options.contenders) and importlib.util.find_spec("trl") is None:
         print("bench_step: TRL is not installed: pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
@@ -154,7 +154,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def prepare_environment(settings: Settings) -> None:
-    """Same threads and no network for every process started from here; says where the machine is not quiet."""
+    """Same threads and no network for every process started from here; warns if the machine is busy."""
     os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(settings.threads)
     load = os.getloadavg()[0]
@@ -210,7 +210,7 @@ class Laps:
     def measurement(
         self, sampling_seconds: list[float], completions: list[list[Completion]], prompt_tokens: float
     ) -> Measurement:
-        """What was measured; the lists hold an item for every step, the warm-up step included."""
+        """The measurement; its lists have one item per step, the warm-up step included."""
         wall, cpu = ([b - a for a, b in pairwise(ends)] for ends in zip(*self._ends, strict=True))
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -278,7 +278,7 @@ def run_trl(contender: str, settings: Settings, folder: Path) -> Measurement:
 
 
 def trl_config(contender: str, settings: Settings, folder: Path) -> Any:
-    """TRL's settings, with everything off that is optional and costs time."""
+    """TRL's settings, without options that cost time."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -319,7 +319,7 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
     from amir.trainer import Trainer
 
     class InOrder(Trainer):
-        """Takes the prompts as they stand, as TRL does with `shuffle_dataset=False`."""
+        """Takes the prompts in their order, as TRL does with `shuffle_dataset=False`."""
 
         def _next_prompts(self, count: int) -> list[Prompt]:
             self.data_position += count
@@ -356,7 +356,7 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
 
 
 def amir_config(contender: str, settings: Settings, folder: Path) -> RunConfig:
-    """Our settings, with those of `trl_config`."""
+    """Our settings, equal to those of `trl_config`."""
     return RunConfig(
         model=MODEL_NAME,
         device="cpu",
@@ -377,7 +377,7 @@ def amir_config(contender: str, settings: Settings, folder: Path) -> RunConfig:
 
 
 def recorded_completions(run: Path) -> list[list[Completion]]:
-    """What a run's folder holds of each step's completions."""
+    """The completions of each step, from the run directory."""
     files = sorted((run / "completions").glob("step-*.jsonl"))
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [[Completion(row["question"], row["reward"], row["tokens"]) for row in step] for step in steps]
@@ -410,17 +410,17 @@ class Lots(Correctness):
         self._random = random.Random(SEED)
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
-        """A reward for each completion, whatever it says."""
+        """A reward for each completion, independent of its text."""
         return [float(self._random.random() < 0.5) for _ in completions]
 
 
 def make_grader(settings: Settings) -> Correctness:
-    """1 where the last number is right, or lots."""
+    """1 if the last number is right, otherwise 0; or random rewards."""
     return Lots() if settings.random_rewards else Correctness()
 
 
 def refuse_other_work(measured: dict[str, list[Measurement]]) -> None:
-    """Raises ValueError where contenders did not do the same work: other questions, or lengths too far apart."""
+    """ValueError if contenders did not do the same work: other questions, or mean lengths that differ too much."""
     questions = {name: [[c.question for c in m.flat()] for m in ms] for name, ms in measured.items()}
     lengths = {name: mean_tokens(ms) for name, ms in measured.items()}
     first, *others = measured
@@ -439,15 +439,15 @@ def mean_tokens(measurements: list[Measurement]) -> float:
     return statistics.fmean(c.tokens for m in measurements for c in m.flat())
 
 
-def dead_groups(measurements: list[Measurement]) -> tuple[int, int]:
-    """How many groups have equal rewards throughout, and how many groups there are."""
+def groups_without_signal(measurements: list[Measurement]) -> tuple[int, int]:
+    """The number of groups whose rewards are all equal, and of all groups."""
     completions = [c for m in measurements for c in m.flat()]
     groups = [completions[i : i + GROUP] for i in range(0, len(completions), GROUP)]
     return sum(len({c.reward for c in group}) == 1 for group in groups), len(groups)
 
 
 def make_rows(measured: dict[str, list[Measurement]], settings: Settings) -> list[dict[str, Any]]:
-    """A row of each contender, without its birth certificate."""
+    """One row per contender, without machine, versions and date."""
     times = {name: timing([s for m in ms for s in m.seconds]) for name, ms in measured.items()}
     rows = []
     for name, measurements in measured.items():
@@ -470,14 +470,14 @@ def make_rows(measured: dict[str, list[Measurement]], settings: Settings) -> lis
 
 
 def parts_of(measurements: list[Measurement]) -> dict[str, float]:
-    """Median seconds of each part of a step; a part that a step lacks took it none."""
+    """Median seconds of each part of a step; 0 for a part that a step does not have."""
     steps = [step for m in measurements for step in m.parts]
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: round(statistics.median(step.get(name, 0.0) for step in steps), 3) for name in names}
 
 
 def workload(settings: Settings) -> dict[str, Any]:
-    """What is measured."""
+    """The workload of a row."""
     return {
         "model": "SmolLM2-135M",
         "dtype": "float32",
@@ -492,30 +492,30 @@ def workload(settings: Settings) -> dict[str, Any]:
 
 
 def observed(measurements: list[Measurement]) -> dict[str, Any]:
-    """What the measured steps had."""
-    dead, groups = dead_groups(measurements)
+    """Counts and means of the measured steps."""
+    without_signal, groups = groups_without_signal(measurements)
     return {
         "mean_completion_tokens": round(mean_tokens(measurements), 1),
         "groups": groups,
-        "groups_without_signal": dead,
+        "groups_without_signal": without_signal,
         "mean_prompt_tokens": round(statistics.fmean(m.prompt_tokens for m in measurements)),
     }
 
 
 def case(measurements: list[Measurement], settings: Settings) -> str:
-    """What was done, in words."""
-    dead, groups = dead_groups(measurements)
+    """The case in words."""
+    without_signal, groups = groups_without_signal(measurements)
     work, prompt_tokens = settings.workload, statistics.fmean(m.prompt_tokens for m in measurements)
     rewards = "random rewards" if settings.random_rewards else "reward: last number right"
     return (
         f"SmolLM2-135M float32, LoRA r 16, {work.name} (mean {prompt_tokens:.0f} tokens), {work.prompts} x {GROUP} "
         f"completions of up to {work.new_tokens} tokens (mean {mean_tokens(measurements):.1f}), micro-batch "
-        f"{MICRO_BATCH}, {rewards}, {dead} of {groups} groups dead"
+        f"{MICRO_BATCH}, {rewards}, {without_signal} of {groups} groups without training signal"
     )
 
 
 def printed(rows: list[dict[str, Any]], measured: dict[str, list[Measurement]]) -> Table:
-    """The rows as a table, with parts that they do not hold."""
+    """The rows as a table, with CPU seconds and memory of each contender."""
     table = Table("contender", "step s", "min to max", "n", "of trl", "CPU s", "parts, s", "peak MB", "of trl")
     memory = {row["contender"]: row["peak_memory_mb"] for row in rows}
     for row in rows:

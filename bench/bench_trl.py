@@ -1,8 +1,8 @@
 """One micro-batch's loss and gradient in TRL's GRPOTrainer, with its own head and with ours, on SmolLM2-135M.
 
-Both trainers get the same completions and advantages, some of them 0 as in a dead group; losses and gradients are
-compared before anything is timed. `log-probs` is the pass without gradient, by which old and reference log-probs come.
-Memory is the growth of the peak over what was there before. Contenders take turns.
+Both trainers get the same completions and advantages, some of them 0 as in a group of equal rewards; losses and
+gradients are compared before anything is timed. `log-probs` is the pass without gradient, which computes old and
+reference log-probs. Memory is the growth of the peak. Contenders take turns.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def make_trainers(folder: Path) -> dict[str, Any]:
-    """TRL's trainer as it is, and with our head: the same weights and LoRA."""
+    """TRL's trainer unchanged, and with our head: the same weights and LoRA."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,7 +74,7 @@ def make_trainers(folder: Path) -> dict[str, Any]:
 
 
 def inputs_of(trainer: Any, dead: int) -> dict[str, Any]:
-    """A micro-batch as the trainer's own sampling would leave it: random tokens, advantages +1 and -1."""
+    """A micro-batch as the trainer's own sampling would give it: random tokens, advantages +1 and -1."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(trainer.model.config.vocab_size, (ROWS, PROMPT + COMPLETION), generator=generator)
     advantages = torch.tensor([1.0, -1.0]).repeat(ROWS // 2)
@@ -124,7 +124,7 @@ def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
             "work": name_of_work,
             "zero_advantage_rows": dead,
         }
-        case = name_of_work if work is score else f"{name_of_work}, {dead} of {ROWS} rows dead"
+        case = name_of_work if work is score else f"{name_of_work}, {dead} of {ROWS} rows with advantage 0"
         theirs, ours = (work(trainers[name]) for name in (RIVAL, OURS))  # also their warm-up
         for a, b in zip(theirs, ours, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)

@@ -21,8 +21,8 @@ from torch import Tensor
 from amir_kernels import linear_logprob, linear_policy_loss, policy_loss
 
 CLIP = 0.2
-DEAD_LOG_RATIO = 0.5
-"""Log-ratio of a token that the clip leaves without gradient."""
+CLIPPED_LOG_RATIO = 0.5
+"""Log-ratio of a token whose gradient the clip makes zero."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Problem:
     """[B]"""
 
     @property
-    def wanted(self) -> tuple[Tensor, ...]:
+    def inputs_with_gradient(self) -> tuple[Tensor, ...]:
         return tuple(tensor for tensor in (self.hidden, self.weight) if tensor.requires_grad)
 
     def with_trained_head(self) -> "Problem":
@@ -66,11 +66,11 @@ class Problem:
         part = replace(self, weight=weight, target=target, old=sampled_logprob(self.hidden, weight, target))
         return part.with_trained_head() if self.weight.requires_grad else part
 
-    def with_dead_rows(self, share: float) -> "Problem":
+    def with_zero_gradient_rows(self, share: float) -> "Problem":
         """Tokens chosen at random are clipped: their gradient is exactly 0."""
         dead = torch.rand(self.old.shape, device=self.old.device) < share
         return replace(
-            self, old=torch.where(dead, self.old - DEAD_LOG_RATIO * self.advantages.sign()[:, None], self.old)
+            self, old=torch.where(dead, self.old - CLIPPED_LOG_RATIO * self.advantages.sign()[:, None], self.old)
         )
 
 
@@ -98,9 +98,9 @@ Contender = Callable[[Problem], Tensor]
 
 
 def gradients(contender: Contender, problem: Problem) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Forward and backward: the loss and the gradients of `problem.wanted`."""
+    """Forward and backward: the loss and the gradients of `problem.inputs_with_gradient`."""
     loss = contender(problem)
-    return loss.detach(), torch.autograd.grad(loss, problem.wanted)
+    return loss.detach(), torch.autograd.grad(loss, problem.inputs_with_gradient)
 
 
 def grpo(logprob: Tensor, problem: Problem) -> Tensor:

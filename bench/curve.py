@@ -1,7 +1,7 @@
-"""Draws docs/quickstart-light.svg and docs/quickstart-dark.svg: how the quick start's success rises, from its kept row.
+"""Draws docs/quickstart-light.svg and docs/quickstart-dark.svg: the quick start's success by step, from its kept row.
 
-The newest row of `bench_quickstart.py` that holds a curve is drawn. Its commit and its numbers stand in the picture's
-description as JSON, for a test.
+It uses the newest row of `bench_quickstart.py` that has a curve. The picture's description has the commit and the
+numbers as JSON, for a test.
 """
 
 import json
@@ -25,12 +25,12 @@ def newest_curve() -> dict[str, Any]:
 
 
 def description(row: dict[str, Any]) -> str:
-    """What is drawn, as JSON."""
+    """The numbers of the picture, as JSON."""
     return json.dumps({"commit": row["commit"], "curve": row["curve"]})
 
 
 def draw(row: dict[str, Any], path: Path, colours: dict[str, str]) -> None:
-    """One picture on a transparent ground."""
+    """One picture on a transparent background."""
     import matplotlib
 
     matplotlib.use("svg")

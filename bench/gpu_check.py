@@ -1,11 +1,11 @@
-"""The ops on a GPU: numerics against float64, the same bits, then times and memory beside the peers; under 8 minutes.
+"""The ops on a GPU: numerics against float64, batch invariance, times and memory beside the peers; under 8 minutes.
 
     PYTHONPATH=kernels python bench/gpu_check.py --out rows.jsonl
 
-Each stage is a process of its own, so that one that dies, or leaves the GPU in a bad state, costs itself only. A peer
-that is missing or fails becomes a row that says so. Stages that the time budget does not reach are named in a row each.
-A case that ends in "; at most x" is a bar for its `ratio`. `--rehearse` does everything on a CPU with tiny sizes:
-kernels in Triton's interpreter, times by the torch backend; its figures mean nothing.
+Each stage has its own process, so a crash or a bad state of the GPU costs one stage only. A peer that is missing or
+fails, and a stage that does not fit into the time budget, becomes a row with the reason. A case that ends in
+"; at most x" has the bound x for its `ratio`. `--rehearse` runs everything on a CPU with tiny sizes: kernels in
+Triton's interpreter, times with the torch backend; its figures mean nothing.
 """
 
 import argparse
@@ -59,10 +59,10 @@ except ImportError:
     TritonError = RuntimeError
 
 FAILURES = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, KeyError, OSError, TritonError)
-"""What a peer or an op may raise without ending its stage."""
+"""Errors of a peer or an op that become a row and do not end the stage."""
 BUDGET_SECONDS = 460
 LEAST_SECONDS = 15
-"""A stage is not begun with less of the budget left."""
+"""A stage is not started with less time left in the budget."""
 TURNS, SLOW_SECONDS, SLOW_TURNS = 7, 0.5, 2
 LOGPROB_BOUND = {torch.float32: 1.5, torch.float16: 0.5, torch.bfloat16: 0.5}
 """Error of log-probs over that of eager torch in the same dtype."""
@@ -82,7 +82,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a check runs on."""
+    """The sizes of a check."""
 
     device: str
     backend: str
@@ -119,7 +119,7 @@ REHEARSAL = Sizes(
 
 
 def main() -> int:
-    """Runs every stage, or the one named, and prints the bars; 1 where one is missed or a stage of ours failed."""
+    """Runs all stages or the selected ones, and prints the bounds; returns 1 if one is missed or a stage failed."""
     options = parse_arguments()
     sizes = REHEARSAL if options.rehearse else REAL
     stages = stages_of(sizes)
@@ -153,7 +153,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def stages_of(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
-    """By name, the most telling first."""
+    """The stages by name, the most informative first."""
     first, *other_dtypes = sizes.dtypes
     stages: dict[str, Callable[[], Iterator[Row]]] = {f"numerics {name_of(first)}": partial(numerics, sizes, first)}
     stages["same bits"] = partial(same_bits, sizes)
@@ -206,7 +206,7 @@ def run_stage(stage: Callable[[], Iterator[Row]], out: Path) -> None:
 
 
 def write(out: Path, rows: Sequence[Row]) -> None:
-    """Appends rows with their birth certificate."""
+    """Appends rows with machine, versions, commit and date."""
     with out.open("a") as file:
         for row in rows:
             file.write(json.dumps(row | birth_certificate()) + "\n")
@@ -222,7 +222,7 @@ def row_of(
     ratio: float | None = None,
     at_most: float | None = None,
 ) -> Row:
-    """A row without its birth certificate."""
+    """A row without machine, versions, commit and date."""
     return {
         "bench": "gpu_check",
         "contender": contender,
@@ -236,13 +236,13 @@ def row_of(
 
 
 def failure(contender: str, case: str, error: BaseException) -> Row:
-    """A row that says what went wrong."""
+    """A row with the error of a failed measurement."""
     message = (str(error).strip().splitlines() or [""])[0][:200]
     return row_of(contender, f"{case}: failed: {type(error).__name__}: {message}")
 
 
 def report(rows: Sequence[Row], judged: bool) -> int:
-    """Prints what failed, and the bars where figures are `judged`; 1 for a bar missed or a failure of our own."""
+    """Prints failures, and bounds if figures are `judged`; returns 1 if a bound is missed or an op of ours failed."""
     bad = 0
     for row in rows:
         case, _, bound = row["case"].partition("; at most ")
@@ -289,7 +289,7 @@ def errors(sizes: Sizes, dtype: torch.dtype, rich: bool, case: str) -> Iterator[
 
 
 def parts_of(name: str, value: Tensor, target: Tensor) -> list[tuple[str, Tensor]]:
-    """The rows that a gradient `[V, ...]` has at targets are judged apart from the rest."""
+    """The rows of a gradient `[V, ...]` at targets are measured separately from the other rows."""
     if name not in ("gradient of weight", "gradient of bias", "gradient of lora_b"):
         return [("", torch.ones(len(value), dtype=torch.bool, device=value.device))]
     at_target = torch.zeros(len(value), dtype=torch.bool, device=value.device)
@@ -359,7 +359,7 @@ def with_gradients(
 
 
 def same_bits(sizes: Sizes) -> Iterator[Row]:
-    """A row's log-prob in other company, and everything once more."""
+    """The log-prob of a row in other batches, and every result twice."""
     dtype = sizes.dtypes[0]
     inputs, target = head_inputs(sizes, dtype, rich=False)
     hidden, weight = inputs["hidden"], inputs["weight"]
@@ -397,7 +397,7 @@ def same_bits(sizes: Sizes) -> Iterator[Row]:
 
 
 def differing(case: str, expected: Tensor, found: Tensor) -> Row:
-    """How many entries have other bits."""
+    """The number of entries whose bits differ."""
     count = int((expected != found).sum())
     return row_of("linear_logprob", case, ratio_to="entries with other bits", ratio=count, at_most=0)
 
@@ -406,7 +406,7 @@ def differing(case: str, expected: Tensor, found: Tensor) -> Row:
 
 
 def peers() -> dict[str, Callable[[], Contender]]:
-    """By name, how to make each; making one raises where it is not installed."""
+    """Constructors of the contenders by name; one raises if its package is not installed."""
     return {
         "verl Triton": verl_triton,
         "TRL": lambda: trl_chunked(trl_default_chunk()),
@@ -433,7 +433,7 @@ def times(sizes: Sizes, head: HeadSize, tokens: int) -> Iterator[Row]:
 
 
 def forward_alone(problem: Problem, case: str, sizes: Sizes) -> Iterator[Row]:
-    """Seconds of the log-probs without gradient, over those of the goal."""
+    """Seconds of the log-probs without gradient, divided by the target seconds."""
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -456,7 +456,7 @@ def forward_alone(problem: Problem, case: str, sizes: Sizes) -> Iterator[Row]:
 
 
 def in_turns(made: dict[str, Callable[[], Contender]], problem: Problem, case: str) -> Iterator[Row]:
-    """A row of each contender, and the bars."""
+    """One row per contender, and the bounds."""
     contenders: dict[str, Contender] = {}
     slow, expected = set(), None
     for name, make in made.items():
@@ -488,7 +488,7 @@ def in_turns(made: dict[str, Callable[[], Contender]], problem: Problem, case: s
 
 
 def comparisons(seconds: dict[str, list[float]], memory: dict[str, list[float]], case: str) -> Iterator[Row]:
-    """The measured rows, then what ours must reach."""
+    """The measured rows, then the bounds of ours."""
     medians = {name: timing(values)["median"] for name, values in seconds.items()}
     peaks = {name: max(values) for name, values in memory.items() if values}
     for name, values in seconds.items():
@@ -521,7 +521,7 @@ def groups(sizes: Sizes) -> Iterator[Row]:
 
 
 def group_rows(name: str, work: Callable[..., Tensor], case: str, rows: int, size: int, sizes: Sizes) -> Iterator[Row]:
-    """One op on one size; the truth is the reference on at most 64 groups, since it goes group by group."""
+    """One op at one size, compared with the reference on at most 64 groups, because it loops over groups."""
     torch.manual_seed(0)
     scores, rewards = torch.randn(rows), torch.randint(0, 5, (rows,)).float()
     some = min(rows, 64 * size, 4096 // size * size or size)

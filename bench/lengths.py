@@ -1,8 +1,8 @@
-"""Draws docs/lengths.svg: what each loss does to one token of a wrong answer, by the answer's length.
+"""Draws docs/lengths.svg: the gradient of each loss by one token of a wrong answer, over the answer's length.
 
 On policy, eight completions of one prompt: four right ones of 100 tokens, two wrong ones of 50 and two of n. The push
 is 1000 * dL / d log pi of one token, from the ops' own gradients, with `lambda_reg=0.01`, `beta_dpo=0.2`. The numbers
-drawn stand in the picture's description as JSON, for a test.
+drawn are in the picture's description as JSON, for a test.
 """
 
 import json

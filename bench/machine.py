@@ -1,4 +1,4 @@
-"""A row's birth certificate: the machine, the versions, the commit, the date and the command that made it."""
+"""Where a row was measured: machine, versions, commit, date and command."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Seconds of a piece of work, and how far it drives the memory up: a process's on a CPU, the allocator's on a GPU."""
+"""Measures seconds and peak memory of a piece of work: of the process on a CPU, of the allocator on a GPU."""
 
 import ctypes
 import sys
@@ -16,7 +16,7 @@ def measure(work: Callable[[], Any], device: torch.device) -> tuple[float, float
     """Seconds, the peak's growth in MB (None where it cannot be read: a CPU outside Linux), and what `work` returned.
 
     The process's resident memory is read on a CPU, since compiled code allocates beside torch's dispatcher. Freed
-    memory goes back to the system first, so that none of it is used again unseen.
+    memory is returned to the system first, so that its reuse is not missed.
     """
     if device.type == "cuda":
         return _measure_gpu(work)
@@ -38,7 +38,7 @@ def _measure_gpu(work: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def _resident_after_release() -> int | None:
-    """Resident bytes, with the peak set back to them; None where there is no such file to ask."""
+    """Resident bytes, after setting the peak back to them; None if the system does not report them."""
     if not sys.platform.startswith("linux"):
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -28,8 +28,8 @@ FIELDS = (
     "command",
 )
 OPTIONAL = ("parts", "observed", "curve")
-"""`parts`: seconds by name, of what a time is made of. `observed`: counts and means that the run had, by name.
-`curve`: equally long lists by name, a value a step."""
+"""`parts`: seconds by name, of the parts of a time. `observed`: counts and means of the run, by name.
+`curve`: equally long lists by name, one value per step."""
 
 Row = dict[str, Any]
 
@@ -59,7 +59,7 @@ def keep(row: Row) -> Path:
 
 
 def refuse_nested_workload(workload: dict[str, Any]) -> None:
-    """A workload is what is measured, by name: text, numbers, bools or None."""
+    """ValueError unless every value of a workload is a single one: text, a number, a bool or None."""
     nested = {name: value for name, value in workload.items() if not isinstance(value, str | int | float | None)}
     if nested or not workload:
         raise ValueError(f"workload: expected names with single values, found {nested or 'none'}")
@@ -72,12 +72,12 @@ def kept() -> list[Row]:
 
 
 def key(row: Row) -> tuple[str, str, str, str]:
-    """What a row measures: rows with equal keys differ only in when and at which commit they were made."""
+    """The measured thing of a row: rows with equal keys differ only in date and commit."""
     return row["bench"], row["contender"], json.dumps(row["workload"], sort_keys=True), host_of(row)
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows with equal keys the last one, in the order in which the keys first came."""
+    """The last row of each key, in the order of the first rows."""
     return list({key(row): row for row in rows}.values())
 
 

@@ -1,7 +1,7 @@
 """Writes the tables of the documents from the kept rows; `--check` changes nothing and compares.
 
-A document has a table where it has the two lines `<!-- rows: NAME -->` and `<!-- end of rows -->`; what stands between
-them is made here. Of rows with equal `rows.key` the newest is shown; of a head's tables, the newest run.
+The text between the lines `<!-- rows: NAME -->` and `<!-- end of rows -->` of a document is generated here. Of rows
+with equal `rows.key` the newest is shown; the tables of a head show its newest run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def main() -> int:
-    """Rewrites every table; with `--check` returns 1 where that would change a document."""
+    """Rewrites every table; with `--check`, returns 1 if that would change a document."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is behind the rows")
     check = parser.parse_args().check
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
-    """`text` with every table made anew; a document without one, or with an unknown one, is refused."""
+    """`text` with new tables; ValueError for a document without a table, or with an unknown one."""
     names = [match[1] for match in BLOCK.finditer(text)]
     unknown = set(names) - set(TABLES)
     if not names or unknown:
@@ -79,7 +79,7 @@ def gigabytes(row: Row | None) -> str:
 
 
 def ratio(row: Row) -> str:
-    """Time over that of the contender it was compared with in the same run."""
+    """The ratio of the time to that of another contender in the same run."""
     return "" if row["ratio"] is None else f"{row['ratio']:.2f}" if row["ratio"] >= 0.01 else f"{row['ratio']:.1g}"
 
 
@@ -89,7 +89,7 @@ def size(name: str, header: str) -> Column:
 
 
 def seen(name: str, header: str) -> Column:
-    """Something that the run observed."""
+    """A count or mean that the run observed."""
     return header, lambda row: plain(row.get("observed", {}).get(name))
 
 
@@ -113,7 +113,7 @@ MEMORY: Column = ("peak memory, MB", megabytes)
 
 
 def compared(rows: Sequence[Row]) -> Column:
-    """The ratio of times, its header naming what it is compared with where that is one contender."""
+    """The ratio of times; the header names the other contender if it is the same in all rows."""
     rivals = {row["ratio_to"] for row in rows if row["ratio_to"]}
     if len(rivals) == 1:
         return f"time / {rivals.pop()}", ratio
@@ -129,7 +129,7 @@ def section(
     title: Callable[[dict[str, Any]], str] | None = None,
     compares: bool = True,
 ) -> str:
-    """Tables of the newest rows: one for each `title` of a workload, a line a row; below them where they come from."""
+    """Tables of the newest rows, one per `title` of a workload and one line per row, with their conditions below."""
     shown = newest(rows)
     if not shown:
         return EMPTY
@@ -147,7 +147,7 @@ def section(
 
 
 def listing(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A line a row, without the columns that are blank throughout."""
+    """One line per row, without columns that are blank throughout."""
     cells = [[value(row) for row in rows] for _, value in columns]
     full = [(header, column) for (header, _), column in zip(columns, cells, strict=True) if any(column)]
     return markdown([header for header, _ in full], zip(*(column for _, column in full), strict=True))
@@ -185,7 +185,7 @@ def _versions(row: Row) -> str:
 
 
 def letters(rows: Iterable[Row]) -> dict[tuple[str, ...], str]:
-    """A letter for each run, in the order in which they come."""
+    """A letter for each run, in order of appearance."""
     return {run: chr(ord("a") + number) for number, run in enumerate(dict.fromkeys(map(_run, rows)))}
 
 
@@ -214,7 +214,7 @@ def of(bench: str, found: Iterable[Row], **sizes: Any) -> list[Row]:
 
 
 def quickstart_table(rows: Sequence[Row]) -> str:
-    """What the quick start learns."""
+    """The success of the quick start."""
     success = (seen("sampled_success", "success, sampled"), seen("held_out_success", "success, held out"))
     columns = (CONTENDER, size("steps", "steps"), *success, SECONDS, MEMORY)
     return section(of("quickstart", rows), columns, compares=False)
@@ -231,8 +231,8 @@ def step_table(rows: Sequence[Row]) -> str:
         )
 
     parts = [part(name) for name in ("rollout", "scoring", "forward", "backward")]
-    dead = ("groups without signal", lambda row: "{groups_without_signal} of {groups}".format(**row["observed"]))
-    columns = (CONTENDER, SECONDS, *parts, MEMORY, seen("mean_completion_tokens", "mean completion tokens"), dead)
+    signal = ("groups without signal", lambda row: "{groups_without_signal} of {groups}".format(**row["observed"]))
+    columns = (CONTENDER, SECONDS, *parts, MEMORY, seen("mean_completion_tokens", "mean completion tokens"), signal)
     return section(of("step", rows), columns, title)
 
 
@@ -244,7 +244,7 @@ def packing_table(rows: Sequence[Row]) -> str:
 
 
 def memory_table(rows: Sequence[Row]) -> str:
-    """Counted peak memory: a line a step, a column a head."""
+    """Counted peak memory: one line per step, one column per head."""
     shown = newest(of("memory", rows))
     if not shown:
         return EMPTY
@@ -252,7 +252,7 @@ def memory_table(rows: Sequence[Row]) -> str:
 
 
 def memory_columns() -> tuple[Column, ...]:
-    """What the counted steps differ in."""
+    """The columns in which the counted steps differ."""
     return (
         size("weights", "frozen weights"),
         ("trained", lambda row: f"LoRA r {row['workload']['lora_r']}" if row["workload"]["lora_r"] else "every weight"),
@@ -263,7 +263,7 @@ def memory_columns() -> tuple[Column, ...]:
 
 
 def layers(row: Row) -> str:
-    """What is done with the layers' activations."""
+    """How the activations of layers are saved."""
     workload = row["workload"]
     return "offloaded" if workload["offloaded"] else "checkpointed" if workload["checkpointed"] else "kept"
 
@@ -316,7 +316,7 @@ def gpu_table(rows: Sequence[Row]) -> str:
 
 
 def head_tables(rows: Iterable[Row]) -> str:
-    """The bars, the seconds and memory behind them, growth over tokens, and where they come from."""
+    """The bounds, the measured seconds and memory, growth over tokens, and the conditions."""
     runs = latest_runs(rows)
     if not runs:
         return EMPTY

@@ -182,7 +182,7 @@ def on_a_full_disk(folder: Path, seconds: float, size: str) -> list[int]:
     assert code == 1, f"exit {code}: {said}"
     assert "Traceback" not in said, said
     begun = (folder / "cut" / "config.yaml").exists()
-    assert ("--resume goes on" if begun else "the same command starts it") in said, said
+    assert ("add --resume to the same command" if begun else "the same command starts it") in said, said
     deaths, kept = [finished_steps(folder / "cut")], sampled(folder / "cut")
     assert finish(start(folder, "cut", *resumption(folder))) == 0, (folder / "cut.log").read_text()
     refuse_loss(folder / "cut", kept)

@@ -17,8 +17,8 @@ def tokens_of(prompt_lengths: list[int], completion_lengths: list[int]) -> Token
     completion_mask = torch.arange(c) < torch.tensor(completion_lengths)[:, None]
     prompt_ids = torch.arange(len(prompt_lengths))[:, None].expand(-1, p)
     completion_ids = torch.arange(len(completion_lengths))[:, None].expand(-1, c)
-    prompt_of = torch.arange(len(completion_lengths)) // 4
-    return Tokens(prompt_ids, prompt_mask, prompt_of, completion_ids, completion_mask)
+    prompt_index = torch.arange(len(completion_lengths)) // 4
+    return Tokens(prompt_ids, prompt_mask, prompt_index, completion_ids, completion_mask)
 
 
 def batch_of(completion_lengths: list[int], rewards: list[float], truncated=None, **changes: object) -> Batch:
@@ -46,8 +46,8 @@ def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget:
     for micro in micros:
         part = batch.tokens.rows(micro.rows)
         assert part.computed(packed=True) <= budget or len(micro.rows) == 1
-        assert torch.equal(part.prompt_ids[part.prompt_of, -1], batch.tokens.prompt_of[micro.rows])
-        assert torch.equal(part.prompt_lengths[part.prompt_of], 2 + batch.tokens.prompt_of[micro.rows])
+        assert torch.equal(part.prompt_ids[part.prompt_index, -1], batch.tokens.prompt_index[micro.rows])
+        assert torch.equal(part.prompt_lengths[part.prompt_index], 2 + batch.tokens.prompt_index[micro.rows])
         assert torch.equal(part.completion_ids[:, 0], micro.rows)
         assert part.completion_mask.sum() == batch.tokens.completion_mask[micro.rows].sum()
         if micro.whole:

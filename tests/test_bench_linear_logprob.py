@@ -142,7 +142,7 @@ def test_another_loss_is_refused(bench, problem, wrong):
 
 def test_dead_rows_have_no_gradient_and_the_others_keep_theirs(bench, problem):
     torch.manual_seed(1)
-    dead = problem.with_dead_rows(0.5)
+    dead = problem.with_zero_gradient_rows(0.5)
     moved = dead.old != problem.old
     assert 0 < moved.sum() < moved.numel()
     _, (alive,) = bench.contenders.gradients(bench.contenders.full_logits, problem)

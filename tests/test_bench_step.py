@@ -81,9 +81,9 @@ def test_the_long_workload_asks_gsm8k_questions_behind_a_worked_example(step):
 
 def test_the_case_tells_dead_groups_and_lengths(step, settings):
     measurements = [measurement(step), measurement(step, rewards=[0.0, 0.0, 0.0, 0.0], tokens=10)]
-    assert step.dead_groups(measurements) == (3, 8)
+    assert step.groups_without_signal(measurements) == (3, 8)
     words = step.case(measurements, settings)
-    assert "3 of 8 groups dead" in words
+    assert "3 of 8 groups without training signal" in words
     assert "(mean 15.0)" in words
     assert "last number right" in words
     assert "random rewards" in step.case(measurements, step.Settings(1, 1, random_rewards=True))

@@ -15,12 +15,12 @@ REFUSALS = [
     ("model=3", ["model", "3", "expected a valid string"]),
     ("max_steps=2.5", ["max_steps", "2.5", "integer"]),
     ("ref_free=yes please", ["ref_free", "'yes please'", "expected a valid boolean"]),
-    ("learning_rate=.nan", ["learning_rate", "nan"]),
+    ("learning_rate=.nan", ["learning_rate", "nan", "expected a finite number"]),
     ("learning_rate=true", ["learning_rate", "True", "expected a number"]),
-    ("lora.target_modules=[1]", ["lora.target_modules"]),
-    ("output_dir=''", ["output_dir"]),
-    ("seed=99999999999999999999", ["seed"]),
-    ("threads=1000000", ["threads"]),
+    ("lora.target_modules=[1]", ["lora.target_modules", "= 1", "expected a valid string"]),
+    ("output_dir=''", ["output_dir = ''", "at least 1 character"]),
+    ("seed=99999999999999999999", ["seed = 99999999999999999999", "expected less than"]),
+    ("threads=1000000", ["threads = 1000000", "expected less than or equal to 1024"]),
     ("temperature=0", ["temperature", "0", "greater than 0"]),
     ("num_generations=1", ["num_generations", "1", "greater than or equal to 2"]),
     ("lambda_reg=-1", ["lambda_reg", "-1", "greater than or equal to 0"]),
@@ -28,24 +28,27 @@ REFUSALS = [
     ("top_k=20", ["top_k", "20", "top_k = 0"]),
     ("loss_type=grop", ["loss_type", "'grop'", "expected one of grpo", "nearest: 'grpo'"]),
     ("scale_rewards=std", ["scale_rewards", "'std'", "'group'"]),
-    ("warmup_steps=5000", ["warmup_steps", "5000", "max_steps"]),
+    ("warmup_steps=5000", ["warmup_steps = 5000", "expected fewer than max_steps = 26"]),
+    ("min_prompt_length=99", ["min_prompt_length = 99", "expected at most max_prompt_length = 48"]),
+    ("rewards=[{name: integer, conversational: true}]", ["conversational: true", "integer", "leave it out"]),
+    ("rewards=[{name: integer, timeout_seconds: 3}]", ["timeout_seconds = 3", "integer", "leave it out"]),
     ("task.name=algebra", ["task", "algebra", "'arithmetic', 'gsm8k'"]),
     ("seed", ["'seed'", "key=value"]),
     ("sampler.name=vllm", ["sampler", "vllm", "'generate', 'paged', 'server'"]),
     ("sampler={name: paged, cache_token: 9}", ["unknown key 'sampler.cache_token'", "nearest: 'sampler.cache_tokens'"]),
-    ("sampler={name: paged, cache_tokens: 99}", ["sampler.cache_tokens = 99", "expected at least"]),
-    ("sampler={name: server}", ["sampler.url: missing"]),
-    ("sampler={name: server, url: 'localhost:8000'}", ["sampler.url", "https?://"]),
-    ("sampler={name: server, url: 'http://a', wait_seconds: -1}", ["sampler.wait_seconds", "-1"]),
+    ("sampler={name: paged, cache_tokens: 99}", ["sampler.cache_tokens = 99", "expected at least 576"]),
+    ("sampler={name: server}", ["sampler.url: missing", "set it"]),
+    ("sampler={name: server, url: 'localhost:8000'}", ["sampler.url = 'localhost:8000'", "https?://"]),
+    ("sampler={name: server, url: 'http://a', wait_seconds: -1}", ["sampler.wait_seconds = -1", "expected greater"]),
     ("sampler={name: server, url: 'http://a', dialect: sglang}", ["sampler.dialect", "'vllm' or 'transformers'"]),
-    ("correction={}", ["correction", "'generate' is the trainer itself"]),
-    ("correction.max=0.5", ["correction", "min < 1 < max"]),
-    ("correction={mode: mask}", ["correction", "min above 0"]),
+    ("correction={}", ["correction", "sampler 'generate'", "leave correction out"]),
+    ("correction.max=0.5", ["correction", "max = 0.5", "expected min < 1 < max"]),
+    ("correction={mode: mask}", ["correction", "min = 0", "expected min above 0, such as 0.5"]),
     ("correction.levels=token", ["unknown key 'correction.levels'", "nearest: 'correction.level'"]),
-    ("dynamic_sampling.max_rounds=1", ["dynamic_sampling.max_rounds", "1"]),
-    ("dynamic_sampling.min_valid_share=0", ["dynamic_sampling.min_valid_share", "greater than 0"]),
+    ("dynamic_sampling.max_rounds=1", ["dynamic_sampling.max_rounds = 1", "expected greater than or equal to 2"]),
+    ("dynamic_sampling.min_valid_share=0", ["dynamic_sampling.min_valid_share = 0", "expected greater than 0"]),
     ("dynamic_sampling.by=acc", ["dynamic_sampling.by = 'acc'", "expected one of the run's rewards correctness"]),
-    ("model.name=x", ["model holds a value"]),
+    ("model.name=x", ["model is a single value and has no keys", "expected model=VALUE"]),
 ]
 
 
@@ -64,40 +67,48 @@ def test_every_wrong_key_is_reported_at_once() -> None:
 
 
 def test_clip_bounds_are_refused_where_nothing_is_clipped() -> None:
-    with pytest.raises(ConfigError, match="loss_type 'gpg' does not clip"):
+    with pytest.raises(ConfigError, match=r"epsilon = 0\.2: loss_type 'gpg' does not clip; leave epsilon unset"):
         load_config("quickstart", ["loss_type=gpg", "epsilon=0.2"])
+
+
+def test_settings_that_need_another_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval_steps = 5: eval_prompts is 0; set eval_prompts"):
+        load_config("quickstart", ["eval_steps=5", "eval_prompts=0"])
+    words = r"combine_rewards = 'normalize_then_sum': .*expected scale_rewards = 'group' .*got 'none' and 'mean'"
+    with pytest.raises(ConfigError, match=words):
+        load_config("quickstart", ["combine_rewards=normalize_then_sum", "scale_rewards=none"])
 
 
 def test_what_a_server_cannot_do_is_refused() -> None:
     server = "sampler={name: server, url: 'http://a:8000', dialect: transformers}"
-    with pytest.raises(ConfigError, match="gives no log-probs"):
+    with pytest.raises(ConfigError, match="`transformers serve` returns no log-probs; leave correction out"):
         load_config("quickstart", [server, "correction={}"])
-    with pytest.raises(ConfigError, match="the server gets adapters"):
+    with pytest.raises(ConfigError, match=r"sampler\.name = 'server': .* lora = None .*; train a LoRA adapter"):
         load_config("quickstart", [server, "lora=null"])
     assert load_config("quickstart", [server.replace("transformers", "vllm"), "correction={}"]).correction is not None
 
 
 def test_unknown_run_names_the_nearest_recipe() -> None:
-    with pytest.raises(ConfigError, match="nearest: 'quickstart'"):
+    with pytest.raises(ConfigError, match=r"run 'quickstrat': expected a YAML file .*; nearest: 'quickstart'"):
         load_config("quickstrat")
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "just words"])
 def test_a_file_without_settings_is_refused(tmp_path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: expected (a mapping of settings|YAML)"):
         load_config(str(tmp_path / "run.yaml"))
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path) -> None:
     (tmp_path / "run.YAML").write_bytes(b"model: \xff")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match=r"run\.YAML: not UTF-8 .*0xff.*; save the file as UTF-8"):
         load_config(str(tmp_path / "run.YAML"))
 
 
 def test_a_missing_required_key_is_named(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("model: x\n")
-    with pytest.raises(ConfigError, match="task: missing"):
+    with pytest.raises(ConfigError, match="task: missing; it has no default, so set it"):
         load_config(str(tmp_path / "run.yaml"))
 
 

@@ -12,7 +12,7 @@ from amir.rollout.generate import sample
 from amir.run.metrics import Clock, batch_sums, step_metrics
 from amir.update.batch import make_batch
 from amir.update.correction import importance_weight, mismatch_sums
-from amir.update.gradient import objective_of
+from amir.update.gradient import make_objective
 from tiny import PAD, backward, padded, policy, run_config
 
 NAN = math.nan
@@ -49,7 +49,7 @@ def test_far_log_probs_stay_finite_and_infinite_ones_count_as_missing() -> None:
             settings = CorrectionSettings.model_validate({"level": level, "mode": mode, "min": low})
             assert importance_weight(OLD, sampled, MASK, settings).isfinite().all()
     sums = mismatch_sums(OLD, sampled, MASK, None)
-    assert (sums["logprobs_given"], sums["logprobs_missing"]) == (3, 2)
+    assert (sums["logprobs_known"], sums["logprobs_missing"]) == (3, 2)
     assert all(math.isfinite(value) for value in sums.values())
 
 
@@ -69,7 +69,7 @@ def test_a_small_mean_difference_drops_long_completions_at_sequence_level() -> N
 def test_sums_give_the_mismatch_and_the_effective_sample_size() -> None:
     settings = CorrectionSettings.model_validate({"level": "sequence", "max": 1.5, "min": 0.9})
     sums = mismatch_sums(OLD, SAMPLED, MASK, settings)
-    assert sums["mismatch_sum"] / sums["logprobs_given"] == pytest.approx((0.5 + 0 + 0.5 + 0.1) / 4)
+    assert sums["mismatch_sum"] / sums["logprobs_known"] == pytest.approx((0.5 + 0 + 0.5 + 0.1) / 4)
     assert sums["mismatch_max"] == pytest.approx(0.5)
     c = torch.tensor([0.5, -0.6]).exp()
     effective = sums["weight_sum"] ** 2 / (sums["importance_weights"] * sums["weight_square_sum"])
@@ -86,7 +86,7 @@ def gradient(config: RunConfig, shift: Tensor | None) -> tuple[dict[str, Tensor]
         with torch.no_grad():
             old = made.logprobs(padded(rollout))
         batch = replace(batch, sampled_logprobs=old - shift)
-    batch, sums = backward(made, batch, objective_of(config), config)
+    batch, sums = backward(made, batch, make_objective(config), config)
     clock = Clock()
     for lap in ("rollout", "reward", "reference", "update"):
         clock.lap(lap)

@@ -9,7 +9,7 @@ import torch
 
 from amir.config import RunConfig
 from amir.rewards.shaping import linear_length
-from amir.rollout.dynamic_sampling import Groups, groups_that_differ
+from amir.rollout.dynamic_sampling import Groups, differing_groups
 from amir.rollout.rollout import Rollout, make_rollout
 from amir.run.directory import RunDirectory
 from amir.tasks import TASKS
@@ -72,13 +72,13 @@ def test_groups_that_agree_are_known() -> None:
     scores = torch.tensor(
         [[1.0, 1, 1, 1], [0, 1, 0, 0], [0.3, third, 0.3, third], [NAN, 1, 1, NAN], [NAN, 1, 0, 1], [NAN] * 4]
     ).view(-1, 1)
-    assert groups_that_differ(scores, config()) == [False, True, False, False, True, False]
-    assert all(groups_that_differ(scores, run_config()))
+    assert differing_groups(scores, config()) == [False, True, False, False, True, False]
+    assert all(differing_groups(scores, run_config()))
     two = [{"name": "correctness"}, {"name": "linear_length", "arguments": {"start": 5, "end": 9}}]
     both = torch.cat([torch.zeros(24, 1), torch.rand(24, 1)], dim=1)
-    assert all(groups_that_differ(both, config(rewards=two)))
+    assert all(differing_groups(both, config(rewards=two)))
     by = config(rewards=two, dynamic_sampling={"by": "correctness"})
-    assert not any(groups_that_differ(both, by))
+    assert not any(differing_groups(both, by))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from amir.policy.memory import apply_liger_layers, checkpoint_layers, refuse_una
 from amir.policy.policy import Policy
 from amir.rollout.generate import sample
 from amir.update.batch import make_batch
-from amir.update.gradient import objective_of
+from amir.update.gradient import make_objective
 from amir.update.micro_batches import TokenBudget, micro_batches
 from amir.update.optimizer import apply_update, make_optimizer
 from tiny import (
@@ -63,7 +63,7 @@ def step(made: Policy, config: RunConfig, budget: TokenBudget | None = None) -> 
     """Gradient and loss of one step on a sampled batch."""
     make_optimizer(config, made.trainable())
     batch = sampled(made, config)
-    _, sums = backward(made, batch, objective_of(config), config, budget)
+    _, sums = backward(made, batch, make_objective(config), config, budget)
     return gradients(made), float(sums["policy_loss"]) + config.lambda_reg * float(sums["preference_loss"])
 
 
@@ -72,7 +72,7 @@ def train(made: Policy, config: RunConfig, steps: int, optimizer: Any = None, fi
     optimizer = optimizer or make_optimizer(config, made.trainable())
     batch = sampled(made, config)
     for number in range(first, first + steps):
-        backward(made, batch, objective_of(config), config)
+        backward(made, batch, make_objective(config), config)
         apply_update(optimizer, config, number)
     return optimizer
 
@@ -118,7 +118,7 @@ def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward:
     make_optimizer(config, made.trainable())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
     batch = with_reference(made, make_batch(rollout, REWARDS[:, None], config, pad_id=PAD), config, budget)
-    _, sums = backward(made, batch, objective_of(config), config, budget)
+    _, sums = backward(made, batch, make_objective(config), config, budget)
     assert room.failures >= 2
     assert len(said) == room.failures
     assert all("out of memory in a micro-batch of" in line for line in said)
@@ -132,7 +132,7 @@ def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward:
     assert fitted < WHOLE
     for parameter in made.trainable().values():
         parameter.grad.zero_()
-    backward(made, batch, objective_of(config), config, budget)
+    backward(made, batch, make_objective(config), config, budget)
     assert (budget.tokens, room.failures) == (fitted, failures)
     assert distance(gradients(made), expected) < TOLERANCE
 
@@ -152,7 +152,12 @@ def test_one_completion_that_does_not_fit_is_refused_with_what_to_change() -> No
     NoRoom(made, 0, forward=True)
     with pytest.raises(ConfigError, match="one completion with its prompt") as refused:
         step(made, config)
-    for way_out in ("gradient_checkpointing", "quantization", "max_completion_length", "CUDA out of memory"):
+    for way_out in (
+        "set gradient_checkpointing: true",
+        "quantization: 4bit",
+        "max_completion_length",
+        "CUDA out of memory",
+    ):
         assert way_out in str(refused.value)
 
 
@@ -342,7 +347,7 @@ def test_eight_bit_moments_train_alike_and_resume_bit_for_bit(tmp_path: Path) ->
     batch = sampled(policy(config), config)
     for made_again, optimizer_again in ((resumed, second), (made, first)):
         for number in (4, 5):
-            backward(made_again, batch, objective_of(config), config)
+            backward(made_again, batch, make_objective(config), config)
             apply_update(optimizer_again, config, number)
     assert all(map(torch.equal, resumed.trainable().values(), made.trainable().values()))
     assert optimizer.state
@@ -374,8 +379,8 @@ def test_full_gradient_is_that_of_full_logits() -> None:
     made = policy(config, moved=False)
     got, _ = step(made, config)
     batch = sampled(made, config)
-    ids = torch.cat([batch.tokens.prompt_ids[batch.tokens.prompt_of], batch.tokens.completion_ids], 1)
-    mask = torch.cat([batch.tokens.prompt_mask[batch.tokens.prompt_of], batch.tokens.completion_mask], 1).long()
+    ids = torch.cat([batch.tokens.prompt_ids[batch.tokens.prompt_index], batch.tokens.completion_ids], 1)
+    mask = torch.cat([batch.tokens.prompt_mask[batch.tokens.prompt_index], batch.tokens.completion_mask], 1).long()
     made.base.zero_grad()
     logits = made.base(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     scores = logits[:, len(PROMPTS[2]) - 1 : -1].log_softmax(-1).gather(2, batch.tokens.completion_ids[..., None])
@@ -398,7 +403,8 @@ def test_a_copy_is_made_only_where_a_loss_needs_it(changes: dict[str, object], c
     made = policy(run_config(lora=None, **changes), moved=False)
     assert (made.frozen is not None) == copies
     if not copies:
-        with pytest.raises(ValueError, match="without a reference"), made.reference():
+        words = r"no reference model, because it was loaded with beta = 0 .*; load it with beta > 0"
+        with pytest.raises(ValueError, match=words), made.reference():
             pass
 
 
@@ -491,27 +497,41 @@ def test_an_adapter_of_another_shape_or_none_is_refused(tmp_path: Path) -> None:
     earlier = policy(run_config(lora={"r": 4, "alpha": 8}))
     save_result(tmp_path / "adapter", earlier.model, earlier.tokenizer)
     for lora, words in [
-        ({"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")}, "r = 4"),
+        (
+            {"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")},
+            "it has r = 4 and alpha = 8; the run has lora.r = 8",
+        ),
+        ({"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")}, "set them to the adapter's"),
         ({"adapter": str(tmp_path / "nothing")}, "nothing"),
     ]:
-        with pytest.raises(ConfigError, match=r"lora\.adapter") as refused:
+        with pytest.raises(ConfigError, match=r"lora\.adapter = '.*expected a folder with a LoRA adapter") as refused:
             wrap_policy(model(), tokenizer(), run_config(lora=lora))
         assert words in str(refused.value)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
+NEEDS_GPU = ["this needs a GPU, and device = 'cpu'", "leave the setting out, or set device: cuda"]
 REFUSALS = [
-    (["lora=null", "quantization=4bit"], ["quantization = '4bit'", "full fine-tuning"]),
+    (
+        ["lora=null", "quantization=4bit"],
+        ["quantization = '4bit'", "lora = None", "set quantization: null, or train a LoRA"],
+    ),
     (["quantization=3bit"], ["quantization", "3bit", "'4bit' or '8bit'"]),
-    (["lora=null", "dtype=float16"], ["float16", "loss scaling"]),
-    (["optimizer=sgd"], ["optimizer", "'adamw' or 'adamw_8bit'"]),
-    (["offload_activations=true"], ["gradient_checkpointing: true"]),
-    (["gradient_checkpointing=true", "offload_activations=true", "device=cpu"], ["offload_activations", "GPUs only"]),
-    (["liger_layers=true", "device=cpu"], ["liger_layers", "GPUs only"]),
-    (["attn_implementation=flash_attention_2", "device=cpu"], ["flash_attention_2", "GPUs only"]),
-    (["attn_implementation=flash_attention_2", "dtype=float32"], ["16 bits only"]),
-    (["lora.adapter=x", "lora.target_modules=[q_proj]"], ["lora.target_modules", "leave it out"]),
+    (["lora=null", "dtype=float16"], ["dtype = 'float16'", "loss scaling", "expected 'bfloat16' or 'float32'"]),
+    (["optimizer=sgd"], ["optimizer = 'sgd'", "expected 'adamw' or 'adamw_8bit'"]),
+    (["offload_activations=true"], ["offload_activations = True", "set gradient_checkpointing: true"]),
+    (["gradient_checkpointing=true", "offload_activations=true", "device=cpu"], ["offload_activations", *NEEDS_GPU]),
+    (["liger_layers=true", "device=cpu"], ["liger_layers", *NEEDS_GPU]),
+    (["attn_implementation=flash_attention_2", "device=cpu"], ["flash_attention_2", *NEEDS_GPU]),
+    (
+        ["attn_implementation=flash_attention_2", "dtype=float32"],
+        ["dtype = 'float32'", "16-bit", "set dtype: bfloat16"],
+    ),
+    (
+        ["lora.adapter=x", "lora.target_modules=[q_proj]"],
+        ["lora.target_modules = ['q_proj']", "leave target_modules out"],
+    ),
 ]
 
 
@@ -528,7 +548,7 @@ def test_what_this_machine_lacks_is_refused_before_the_model_is_loaded(monkeypat
     flash = run_config(attn_implementation="flash_attention_2")
     offload = run_config(gradient_checkpointing=True, offload_activations=True)
     for config in (flash, run_config(liger_layers=True), offload):
-        with pytest.raises(ConfigError, match="this run is on the cpu"):
+        with pytest.raises(ConfigError, match="this needs a GPU, and the run's device is cpu; leave the setting out"):
             refuse_unavailable(config, cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for config, package in [
@@ -537,10 +557,12 @@ def test_what_this_machine_lacks_is_refused_before_the_model_is_loaded(monkeypat
         (run_config(quantization="4bit"), "bitsandbytes"),
         (run_config(optimizer="adamw_8bit"), "bitsandbytes"),
     ]:
-        with pytest.raises(ConfigError, match=f"{package} is not installed; pip install"):
+        with pytest.raises(
+            ConfigError, match=f"the package {package} is not installed; run pip install .*leave the setting"
+        ):
             refuse_unavailable(config, gpu)
     refuse_unavailable(offload, gpu)
-    with pytest.raises(ConfigError, match="liger_layers"):
+    with pytest.raises(ConfigError, match=r"liger_layers: this needs a GPU|liger_layers: the package liger_kernel"):
         load_policy(run_config(model="./nowhere", liger_layers=True))
 
 
@@ -558,12 +580,12 @@ def test_liger_replaces_layers_and_leaves_the_head_alone(monkeypatch: pytest.Mon
     assert type(base).forward is forward
     assert "forward" not in vars(base)
     base.config.model_type = "granite_of_tomorrow"
-    with pytest.raises(ConfigError, match="granite_of_tomorrow"):
+    with pytest.raises(ConfigError, match="not support the model type 'granite_of_tomorrow'; set liger_layers: false"):
         apply_liger_layers(base)
 
 
 def test_a_model_without_layers_to_checkpoint_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no layers"):
+    with pytest.raises(ConfigError, match="Sequential has no layers that can be checkpointed; set it to false"):
         checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), offload=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from amir.config import RunConfig
 from amir.run.metrics import METRICS, Clock, batch_sums, evaluation_metrics, step_metrics
 from amir.update.batch import Batch, assemble
-from amir.update.gradient import objective_of
+from amir.update.gradient import make_objective
 from amir.update.optimizer import make_optimizer
 from test_batch import tokens_of
 from tiny import backward, policy, run_config, with_reference
@@ -93,7 +93,7 @@ def test_a_step_in_micro_batches_reports_the_same(changes: dict[str, object]) ->
         made = policy(config)
         make_optimizer(config, made.trainable())
         batch = with_reference(made, batch_of(config), config)
-        batch, sums = backward(made, batch, objective_of(config), config)
+        batch, sums = backward(made, batch, make_objective(config), config)
         sums.update(batch_sums(batch, config))
         rows.append(untimed(row_of(config, sums)))
     one, many = ({name: value for name, value in row.items() if value is not None} for row in rows)
@@ -110,11 +110,11 @@ def test_entropy_is_that_of_full_logits_over_the_rows_that_were_trained(coeffici
     config = run_config(rewards=REWARDS, micro_batch_tokens=40, temperature=0.7, entropy_coef=coefficient)
     made = policy(config)
     make_optimizer(config, made.trainable())
-    batch, sums = backward(made, batch_of(config), objective_of(config), config)
+    batch, sums = backward(made, batch_of(config), make_objective(config), config)
     sums.update(batch_sums(batch, config))
     tokens = batch.tokens
-    ids = torch.cat([tokens.prompt_ids[tokens.prompt_of], tokens.completion_ids], 1)
-    mask = torch.cat([tokens.prompt_mask[tokens.prompt_of], tokens.completion_mask], 1).long()
+    ids = torch.cat([tokens.prompt_ids[tokens.prompt_index], tokens.completion_ids], 1)
+    mask = torch.cat([tokens.prompt_mask[tokens.prompt_index], tokens.completion_mask], 1).long()
     with torch.no_grad():
         logits = made.base(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     entropy = torch.distributions.Categorical(logits=logits[:, tokens.prompt_ids.shape[1] - 1 : -1] / 0.7).entropy()
@@ -129,7 +129,7 @@ def test_chosen_and_rejected_logprobs_are_means_over_pairs() -> None:
     config = run_config(rewards=REWARDS)
     made = policy(config)
     make_optimizer(config, made.trainable())
-    batch, sums = backward(made, batch_of(config), objective_of(config), config)
+    batch, sums = backward(made, batch_of(config), make_objective(config), config)
     sums.update(batch_sums(batch, config))
     row = row_of(config, sums)
     with torch.no_grad():

@@ -52,13 +52,13 @@ def body_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> nn.
     return AutoModel.from_config(config).eval().to(dtype)
 
 
-def tokens_of(prompts: list[int], prompt_of: list[int], completions: list[int]) -> Tokens:
+def tokens_of(prompts: list[int], prompt_index: list[int], completions: list[int]) -> Tokens:
     """Random ids, those under the masks too: what reads padding shows."""
     p, c = max(prompts), max(completions)
     return Tokens(
         torch.randint(97, (len(prompts), p)),
         torch.arange(p) >= p - torch.tensor(prompts)[:, None],
-        torch.tensor(prompt_of),
+        torch.tensor(prompt_index),
         torch.randint(97, (len(completions), c)),
         torch.arange(c) < torch.tensor(completions)[:, None],
     )
@@ -75,7 +75,7 @@ GROUPS = {
 def row_by_row(body: nn.Module, tokens: Tokens) -> Tensor:
     """Hidden states `[K, H]`, each sequence alone and without any padding."""
     parts = []
-    for row, place in enumerate(tokens.prompt_of.tolist()):
+    for row, place in enumerate(tokens.prompt_index.tolist()):
         prompt = tokens.prompt_ids[place][tokens.prompt_mask[place]]
         ids = torch.cat([prompt, tokens.completion_ids[row][tokens.completion_mask[row]]])
         parts.append(body(input_ids=ids[None]).last_hidden_state[0, len(prompt) - 1 : -1])

@@ -69,7 +69,7 @@ def test_completions_of_a_group_are_independent(paged) -> None:
 def test_log_probs_are_the_policys_and_groups_stand_side_by_side(paged) -> None:
     rollout = paged.sample(PROMPTS, 4, 9, seed=3)
     tokens = padded(rollout)
-    assert tokens.prompt_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert tokens.prompt_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_an_engine_that_fails_stops_the_run(paged, monkeypatch) -> None:
         return {}
 
     monkeypatch.setattr(type(paged.policy.base), "generate_batch", nothing)
-    with pytest.raises(RunStopped, match="0 of 6 completions came back"):
+    with pytest.raises(RunStopped, match=r"generate_batch failed \(0 of 6 completions came back\); see its log"):
         paged.sample(PROMPTS, 2, 5, seed=3)
 
 
@@ -121,5 +121,5 @@ def test_layers_checkpoint_after_sampling_as_before() -> None:
 
 
 def test_a_prompt_of_one_token_is_refused(paged) -> None:
-    with pytest.raises(ConfigError, match="expected min_prompt_length: 2"):
+    with pytest.raises(ConfigError, match=r"cannot share a prompt of one token .*; set min_prompt_length: 2"):
         paged.sample([[5], PROMPTS[0]], 2, 2, seed=0)

@@ -148,7 +148,7 @@ def test_a_rank_out_of_memory_takes_the_step_again_with_all(tmp_path) -> None:
     done = ended(tmp_path, "on-2", 2, "--no-room", "5", "1", **changes)
     assert done.returncode == 0, done.stderr
     refuse_difference(one, tmp_path / "on-2")
-    words = r"out of memory in a micro-batch of (\d+) completions, (\d+) tokens: the step goes on"
+    words = r"out of memory in a micro-batch of (\d+) completions, (\d+) tokens: the step continues"
     said = re.findall(words, (tmp_path / "on-2" / "log.txt").read_text())
     assert [int(rows) > 5 for rows, _ in said] == [True, *[False] * (len(said) - 1)]
     assert [int(tokens) for _, tokens in said] == sorted({int(tokens) for _, tokens in said}, reverse=True)
@@ -159,8 +159,8 @@ def test_a_rank_out_of_memory_takes_the_step_again_with_all(tmp_path) -> None:
 def test_parts_of_a_model_end_where_a_rank_is_out_of_memory(tmp_path) -> None:
     done = ended(tmp_path, "parts", 2, "--no-room", "9", "1", lora=None, micro_batch_tokens=100)
     assert done.returncode != 0
-    assert done.stderr.count("is out of memory") == 1, done.stderr
-    words = r"amir: rank 1 is out of memory in a micro-batch of (\d+) tokens .*; expected micro_batch_tokens below \1"
+    assert done.stderr.count("ran out of memory") == 1, done.stderr
+    words = r"amir: rank 1 ran out of memory in a micro-batch of (\d+) tokens .*; set micro_batch_tokens below \1, then"
     assert re.search(words, done.stderr), done.stderr
 
 
@@ -170,31 +170,41 @@ ONE_RANK_FAILS = (
 OVERFLOWS = {"learning_rate": 1e15, "warmup_steps": 0, "save_steps": 1}
 REFUSED, STOPPED = 2, 1
 ENDS = {
-    "a misspelt key": (REFUSED, [], {"more": "learning_rat: 1\n"}, "unknown key 'learning_rat'"),
+    "a misspelt key": (
+        REFUSED,
+        [],
+        {"more": "learning_rat: 1\n"},
+        "unknown key 'learning_rat' (value 1); nearest: 'learning_rate'",
+    ),
     "a sampler that needs the model whole": (
         REFUSED,
         [],
         {"lora": None, "sampler": {"name": "paged"}},
-        "sampler.name = 'paged': on several ranks each holds a part of every weight",
+        "sampler.name = 'paged': not supported for full fine-tuning ...; use sampler 'generate', LoRA, or run one rank",
     ),
     "a reward that fails on one rank": (
         STOPPED,
         [],
         {"rewards": [{"function": "mine.py:moody"}], "eval_prompts": 0},
-        "reward moody (mine.py:moody) raised ValueError: few",
+        "reward moody (mine.py:moody) raised ValueError: few ...add --resume to the same command",
     ),
     "one completion that does not fit on one rank": (
         REFUSED,
         ["--no-room", "9", "0"],
         {},
-        "one completion with its prompt",
+        "one completion with its prompt (...) does not fit into memory (...); set gradient_checkpointing: true",
     ),
-    "a gradient that is not finite on any rank": (STOPPED, [], OVERFLOWS, "step 2: the gradient is not finite"),
+    "a gradient that is not finite on any rank": (
+        STOPPED,
+        [],
+        OVERFLOWS,
+        "step 2: the gradient is not finite (norm ...; start a new run with a smaller learning_rate",
+    ),
     "parts of a model that cannot be sampled": (
         STOPPED,
         ["--sample"],
         OVERFLOWS | {"lora": None},
-        "the policy computes NaN or infinity",
+        "the policy computes NaN or infinity, ...; start a new run with a smaller learning_rate",
     ),
 }
 
@@ -206,12 +216,13 @@ def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
     (tmp_path / "mine.py").write_text(ONE_RANK_FAILS)
     done = ended(tmp_path, "bad", 2, *options, **changes)
     assert done.returncode != 0
-    assert [line for line in done.stderr.splitlines() if "amir: " in line and words in line], done.stderr
+    pattern = "amir: .*" + ".*".join(map(re.escape, words.split("...")))
+    assert [line for line in done.stderr.splitlines() if re.search(pattern, line)], done.stderr
     assert done.stderr.count("amir: ") == 1, done.stderr
     assert "[rank" not in done.stderr, done.stderr
     assert f"failed (exitcode: {code})" in done.stderr, done.stderr
     if code == STOPPED:
-        assert (tmp_path / "bad" / "log.txt").read_text().count(words) == 1
+        assert (tmp_path / "bad" / "log.txt").read_text().count(words.split("...")[0]) == 1
     if "save_steps" in changes:
         assert (tmp_path / "bad" / "checkpoints" / "step-1" / "state.json").exists()
 

@@ -16,7 +16,7 @@ from amir.config import NEED_ANSWERS, REWARDS, RewardSettings
 from amir.errors import ConfigError, RunStopped
 from amir.rewards import SHAPING, Rewards, total_reward
 from amir.rewards.shaping import confidence
-from amir.rewards.worker import RewardError, floats, keywords_of
+from amir.rewards.worker import RewardError, accepted_keywords, floats
 from amir.tasks import Example
 from amir.update.batch import assemble
 from test_batch import tokens_of
@@ -125,19 +125,19 @@ class Odd:
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ([1.0], "1 rewards for 2 completions"),
-        ([1.0] * 3, "3 rewards for 2"),
+        ([1.0], "1 rewards for 2 completions; expected one per completion"),
+        ([1.0] * 3, "3 rewards for 2 completions; expected one per completion"),
         (0.5, "returned a float; expected a list of 2"),
-        (None, "returned a NoneType"),
-        ({0: 1.0, 1: 2.0}, "returned a dict"),
-        ("ab", "returned a str"),
-        (["1", 2], "'1' for completion 0"),
-        ([1.0, [2.0]], r"\[2.0\] for completion 1"),
-        ([1.0, math.inf], "must be finite"),
-        ([1.0, 1e300], r"at most 1e\+09"),
-        ([1.0, 10**400], "for completion 1"),
-        ([1j, 0], "expected a number"),
-        ([Odd(), 0], "expected a number"),
+        (None, "returned a NoneType; expected a list of 2"),
+        ({0: 1.0, 1: 2.0}, "returned a dict; expected a list of 2"),
+        ("ab", "returned a str; expected a list of 2"),
+        (["1", 2], "'1' for completion 0; expected a number"),
+        ([1.0, [2.0]], r"\[2.0\] for completion 1; expected a number"),
+        ([1.0, math.inf], "inf for completion 1; expected a finite number"),
+        ([1.0, 1e300], r"1e\+300 for completion 1; expected a finite number of at most 1e\+09"),
+        ([1.0, 10**400], "1000.* for completion 1; expected a number"),
+        ([1j, 0], "1j for completion 0; expected a number"),
+        ([Odd(), 0], "for completion 0; expected a number"),
     ],
     ids=str,
 )
@@ -148,16 +148,28 @@ def test_what_does_not(returned: object, words: str) -> None:
 
 def test_a_function_gets_what_it_names() -> None:
     offered = ["prompts", "completions", "answers", "completion_ids", "topic"]
-    assert keywords_of(lambda completions, **rest: 0, {}, offered) == offered
-    assert keywords_of(lambda completions, topic=None: 0, {}, offered) == ["completions", "topic"]
-    assert keywords_of(lambda completions, *, scale: 0, {"scale": 2}, offered) == ["completions"]
+    assert accepted_keywords(lambda completions, **rest: 0, {}, offered) == offered
+    assert accepted_keywords(lambda completions, topic=None: 0, {}, offered) == ["completions", "topic"]
+    assert accepted_keywords(lambda completions, *, scale: 0, {"scale": 2}, offered) == ["completions"]
     for function, arguments, words in [
-        (lambda completions, trainer_state: 0, {}, "needs trainer_state; there are prompts"),
-        (lambda completions, /: 0, {}, "'completions' by position"),
-        (lambda completions: 0, {"scale": 2}, "takes no argument 'scale'"),
+        (
+            lambda completions, trainer_state: 0,
+            {},
+            "needs trainer_state, and gets prompts, .*; set others in `arguments`",
+        ),
+        (
+            lambda completions, /: 0,
+            {},
+            "'completions' by position, and is called with keywords only; make it a keyword",
+        ),
+        (
+            lambda completions: 0,
+            {"scale": 2},
+            "takes no argument 'scale', only completions; remove it from `arguments`",
+        ),
     ]:
         with pytest.raises(RewardError, match=words):
-            keywords_of(function, arguments, offered)
+            accepted_keywords(function, arguments, offered)
 
 
 MY_FUNCTIONS = """
@@ -249,7 +261,8 @@ def test_a_hanging_call_is_ended_said_counted_and_the_next_one_served(folder: Pa
         for mood in ("hang", "power"):
             scores = rewards(ROWS, [mood, ""], [[1], [2]])
             assert same(scores.values[0], [NAN, NAN])
-            assert "moody took longer than 0.5 s" in scores.notes[0]
+            assert "moody: the call took longer than 0.5 s and was ended" in scores.notes[0]
+            assert "none of the 2 completions; a larger timeout_seconds allows more time" in scores.notes[0]
         assert time.monotonic() - began < 15
         assert rewards.timeouts == 2
         again = rewards(ROWS, ["fine", ""], [[1], [2]]).values[0]
@@ -266,8 +279,8 @@ def test_a_hanging_call_is_ended_said_counted_and_the_next_one_served(folder: Pa
         ("exit", r"moody .*mine.py:moody.* raised SystemExit: 3"),
         ("interrupt", "moody .*mine.py:moody.* raised KeyboardInterrupt"),
         ("half", r"raised ValueError: \\ud800x* \.\.\. \(mine.py"),
-        ("die", r"its process died \(exit code 7\)"),
-        ("short", "returned 0 rewards for 2 completions"),
+        ("die", r"ended its process \(exit code 7\); expected a returned list of rewards"),
+        ("short", "returned 0 rewards for 2 completions; expected one per completion"),
     ],
 )
 def test_a_failing_call_stops_the_run_and_names_the_function(folder: Path, mood: str, words: str) -> None:
@@ -293,8 +306,8 @@ def test_a_function_of_a_module_in_the_working_directory(tmp_path: Path, monkeyp
         ("nowhere.py:f", "nowhere.py: no such file"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("math:nothing", "math has no nothing"),
-        ("math:pi", "pi is a float, not a function"),
-        ("json:dumps", "needs obj"),
+        ("math:pi", "pi is a float, and a function is expected"),
+        ("json:dumps", "needs obj, and gets prompts"),
         ("broken.py:f", "broken.py raised ZeroDivisionError"),
         ("leaves.py:f", "leaves.py raised SystemExit: 3"),
     ],
@@ -305,18 +318,25 @@ def test_functions_that_cannot_be_called_are_refused_at_the_start(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     (tmp_path / "broken.py").write_text("1 / 0")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=f"'{function}': .*{words}.*; expected a function that takes `completions`"):
         Rewards([RewardSettings(function=function)])
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"name": "linear_length"}, "needs end, start"),
-        ({"name": "linear_length", "arguments": {"start": 9, "end": 3}}, "end must be above start"),
-        ({"name": "cosine_length", "arguments": {"max_tokens": "x"}}, "cosine_length"),
-        ({"name": "integer", "arguments": {"tags": []}}, "takes no argument 'tags'"),
-        ({"name": "correctness", "arguments": {"x": 1}}, "correctness takes no arguments"),
+        ({"name": "linear_length"}, "needs end, start, and gets .*; set others in `arguments`"),
+        (
+            {"name": "linear_length", "arguments": {"start": 9, "end": 3}},
+            "end must be above start, got start = 9, end = 3",
+        ),
+        ({"name": "cosine_length", "arguments": {"max_tokens": "x"}}, "cosine_length: .*'str' and 'int'"),
+        ({"name": "cosine_length", "arguments": {"max_tokens": 0}}, "max_tokens must be positive, got 0"),
+        ({"name": "integer", "arguments": {"tags": []}}, "takes no argument 'tags', only completions; remove it"),
+        (
+            {"name": "correctness", "arguments": {"x": 1}},
+            "correctness takes no arguments, got x; leave `arguments` out",
+        ),
     ],
 )
 def test_arguments_of_shipped_rewards_are_checked_at_the_start(settings: dict[str, object], words: str) -> None:

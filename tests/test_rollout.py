@@ -93,7 +93,7 @@ def test_one_token_prompts_and_one_new_token() -> None:
     rollout = sample(policy(), [[5], [6]], 2, 1, seed=0)
     tokens = padded(rollout)
     assert tokens.completion_ids.shape == (4, 1)
-    assert tokens.prompt_ids[tokens.prompt_of].tolist() == [[5], [5], [6], [6]]
+    assert tokens.prompt_ids[tokens.prompt_index].tolist() == [[5], [5], [6], [6]]
 
 
 def test_sampling_defaults_of_the_models_page_are_dropped() -> None:
@@ -112,7 +112,7 @@ def oracle(made, rollout, temperature: float) -> torch.Tensor:
     rows = []
     tokens = padded(rollout)
     for row in range(len(tokens)):
-        place = tokens.prompt_of[row]
+        place = tokens.prompt_index[row]
         prompt = tokens.prompt_ids[place][tokens.prompt_mask[place]]
         completion = tokens.completion_ids[row][tokens.completion_mask[row]]
         logits = made.base(input_ids=torch.cat([prompt, completion])[None]).logits[0]
@@ -144,7 +144,7 @@ def test_completions_given_as_ids_become_a_rollout(pad_is_eos: bool) -> None:
     tokens = padded(rollout)
     assert tokens.completion_mask.sum(1).tolist() == [3, 2, 2, 1]
     assert rollout.truncated == [False, True, False, False]
-    assert tokens.prompt_of.tolist() == [0, 0, 1, 1]
+    assert tokens.prompt_index.tolist() == [0, 0, 1, 1]
     assert [ids[mask].tolist() for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)] == PROMPTS[:2]
     assert rollout.texts == ["E F", "G H", "I", ""]
     assert rollout.logprobs[0] == [-1, -2, -3]
@@ -191,7 +191,7 @@ def test_log_probs_that_a_sampler_does_not_give_are_missing_where_they_are() -> 
     ):
         assert known(concatenate([rollout.select([False, True]) for rollout in rounds])) == expected
     assert concatenate([none, none]).logprobs is None
-    with pytest.raises(RunStopped, match="1 log-probs for a completion of 3 tokens; expected one a token"):
+    with pytest.raises(RunStopped, match="1 log-probs for a completion of 3 tokens; expected one per token"):
         make_rollout(made, PROMPTS[:2], completions, [[-1.0], None, None, None])
 
 

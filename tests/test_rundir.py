@@ -91,7 +91,7 @@ def test_a_folder_that_is_taken_away_ends_the_run_in_one_line(tmp_path, monkeypa
     said = capfd.readouterr().err
     assert "Traceback" not in said
     assert said.count("\n") == 1
-    assert f"amir: {folder}: the run's folder was deleted or moved" in said
+    assert f"amir: {folder}: the run directory was deleted or moved. Move it back and add --resume" in said
     assert not folder.exists()
 
     (tmp_path / "elsewhere").rename(folder)
@@ -200,7 +200,10 @@ def test_a_resumed_run_may_change(tmp_path, name: str) -> None:
 
 @pytest.mark.parametrize("name", STAYS)
 def test_a_resumed_run_keeps(tmp_path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} = .*: the run in .* has .*rewards\.timeout_seconds"):
+    words = (
+        rf"^{name} = .*: the run in .* has .*, and a resumed run must keep it; it may change .*rewards\.timeout_seconds"
+    )
+    with pytest.raises(ConfigError, match=words):
         resumed_with(tmp_path, name, STAYS[name])
 
 
@@ -242,4 +245,4 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, mo
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert name in said
-    assert "--resume goes on from the latest checkpoint" in said
+    assert "add --resume to the same command to continue from the latest checkpoint" in said

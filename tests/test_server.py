@@ -76,7 +76,7 @@ def test_tokens_and_log_probs_are_the_servers_own_and_the_policys(tmp_path, serv
     made = sampler(tmp_path, config(server.url))
     rollout = made.sample(PROMPTS, 8, 9, seed=3)
     tokens = padded(rollout)
-    assert tokens.prompt_of.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    assert tokens.prompt_index.tolist() == [0] * 8 + [1] * 8 + [2] * 8
     for place, ids in enumerate(PROMPTS):
         assert tokens.prompt_ids[place][tokens.prompt_mask[place]].tolist() == ids
     with torch.no_grad():
@@ -115,11 +115,13 @@ def test_a_server_that_keeps_older_weights_is_refused(tmp_path, server) -> None:
     move(made, 0.001)
     made.sample(PROMPTS, 2, 3, seed=0)
     move(made, 0.3)
-    with pytest.raises(RunStopped, match="still samples from older weights"):
+    with pytest.raises(RunStopped, match=r"changed by 0\.0.* nats .*still samples from older weights; restart it"):
         made.sample(PROMPTS, 2, 3, seed=0)
     strict = sampler(tmp_path / "strict", config(server.url))
     move(strict, 0.3)
-    with pytest.raises(RunStopped, match=r"nats from the trainer's.*tolerance = 0\.15"):
+    with pytest.raises(
+        RunStopped, match=r"differ from the trainer's by 0\..* nats .*tolerance = 0\.15\. Check its weights"
+    ):
         strict.sample(PROMPTS, 2, 3, seed=0)
 
 
@@ -130,13 +132,13 @@ def test_a_token_counts_by_its_probability(tmp_path, server, monkeypatch) -> Non
     made.sample(PROMPTS, 2, 3, seed=0)
     move(made, 0.01)
     monkeypatch.setattr(made._dialect, "probe", lambda _: {0: (likely - 0.2, likely), 1: (unlikely, unlikely)})
-    with pytest.raises(RunStopped, match=r"its log-probs are 0\.200 nats from the trainer's"):
+    with pytest.raises(RunStopped, match=r"the server's log-probs differ from the trainer's by 0\.200 nats"):
         made.sample(PROMPTS, 2, 3, seed=0)
 
 
 def test_log_probs_at_another_temperature_are_refused(tmp_path) -> None:
     raw = VllmLike(temperature_in_logprobs=False)
-    with pytest.raises(RunStopped, match="processed_logprobs"):
+    with pytest.raises(RunStopped, match="start vLLM with --logprobs-mode processed_logprobs"):
         sampler(tmp_path, config(raw.url)).sample(PROMPTS, 2, 3, seed=0)
     raw.close()
 
@@ -147,7 +149,7 @@ def test_what_passes_is_waited_for_and_said_once(tmp_path, server) -> None:
     expected = made.sample(PROMPTS, 2, 3, seed=0)
     server.failures = [503, 500, 0, 429]
     assert made.sample(PROMPTS, 2, 3, seed=0).completions == expected.completions
-    assert any("does not answer (Passing: status 503" in text and "5 s at most" in text for text in said)
+    assert any("does not answer (ServerBusy: status 503" in text and "for at most 5 s" in text for text in said)
     assert said[-1] == f"the server {server.url} answers again"
     assert len(said) <= 8
 
@@ -158,7 +160,7 @@ def test_a_restarted_server_gets_the_adapter_again(tmp_path, server) -> None:
     server.forget()
     assert made.sample(PROMPTS, 2, 3, seed=0).completions == expected.completions
     server.failures, server.fail_on = [404] * 99, "/v1/completions"
-    with pytest.raises(RunStopped, match="forgot the adapter 3 times"):
+    with pytest.raises(RunStopped, match=r"lost the adapter 3 times in one rollout; see the server's log, then resume"):
         made.sample(PROMPTS, 2, 3, seed=0)
 
 
@@ -177,10 +179,10 @@ def test_a_dead_server_ends_the_run_and_the_resumed_run_ends_as_the_undisturbed_
         server.failures = [0] * 999 if metrics["step"] == 2 else []
 
     cut.display.step = stop_the_server
-    with pytest.raises(RunStopped, match="has not answered for"):
+    with pytest.raises(RunStopped, match=r"has not answered for 0 s .*; start it, then resume the run"):
         cut.train()
     cut.directory.close()
-    assert any("waiting for it" in text for text in cut.display.said)
+    assert any("retrying for at most 0 s" in text for text in cut.display.said)
     server.failures = []
     resumed = trainer(tmp_path / "cut", c, resume=True)
     resumed.train()
@@ -204,7 +206,9 @@ def test_missing_log_probs_are_counted_and_a_large_mismatch_is_said(tmp_path, se
         assert 0 < metrics["missing_logprob_share"] < 1
         assert metrics["mismatch"] == pytest.approx(0.4, abs=1e-3)
         assert metrics["corrected_share"] == pytest.approx(1 - metrics["missing_logprob_share"])
-    warnings = [text for text in made.display.said if "nats a token from the trainer's" in text]
+    warnings = [
+        text for text in made.display.said if "log-probs differ from the trainer's by 0.400 nats a token" in text
+    ]
     assert len(warnings) == 1
 
 
@@ -213,15 +217,24 @@ def test_missing_log_probs_are_counted_and_a_large_mismatch_is_said(tmp_path, se
     [
         (
             {"finish_reason": "stop", "logprobs": {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}},
-            "ended by that length",
+            "1 tokens .*'stop'; expected 1 to 3 tokens.* the end at that length or at one of the tokens",
         ),
         (
             {"finish_reason": "length", "logprobs": {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}},
-            "a completion of 1 tokens, .*'length'; expected 1 to 3, .*ended by that length",
+            "a completion of 1 tokens .*'length'; expected 1 to 3 tokens, .*the end at that length",
         ),
-        ({"logprobs": {"tokens": ["ab"], "token_logprobs": [-1.0]}}, "ignores return_tokens_as_token_ids"),
-        ({"logprobs": {"tokens": ["token_id:1"], "token_logprobs": []}}, "1 tokens, 0 log-probs"),
-        ({"finish_reason": "abort", "logprobs": {"tokens": [], "token_logprobs": []}}, "'abort'"),
+        (
+            {"logprobs": {"tokens": ["ab"], "token_logprobs": [-1.0]}},
+            "token 'ab': expected token_id:N, so the server ignores return_tokens_as_token_ids; update vLLM",
+        ),
+        (
+            {"logprobs": {"tokens": ["token_id:1"], "token_logprobs": []}},
+            "1 tokens with 0 log-probs .*each with its log-prob",
+        ),
+        (
+            {"finish_reason": "abort", "logprobs": {"tokens": [], "token_logprobs": []}},
+            "0 tokens .*'abort'; expected 1 to 3",
+        ),
     ],
 )
 def test_answers_that_are_no_completion_end_the_run(tmp_path, server, wrong: dict[str, Any], words: str) -> None:
@@ -235,11 +248,12 @@ def test_answers_that_are_no_completion_end_the_run(tmp_path, server, wrong: dic
 def test_an_adapter_that_the_server_cannot_take_ends_the_run_at_once(tmp_path, server) -> None:
     server.max_lora_rank = 2
     made = sampler(tmp_path, config(server.url, sampler={"wait_seconds": 60.0}))
-    with pytest.raises(RunStopped, match=r"refuses: 500: .*LoRA rank 4 is greater than max_lora_rank 2"):
+    words = r"refuses a request \(500: .*LoRA rank 4 is greater than max_lora_rank 2.*correct the server's settings"
+    with pytest.raises(RunStopped, match=words):
         made.sample(PROMPTS, 2, 3, seed=0)
     assert [path for path, _ in server.asked].count("/v1/load_lora_adapter") == 1
     server.max_lora_rank, server.sees_folders = 16, False
-    with pytest.raises(ConfigError, match=r"adapter_dir: the server finds no adapter in .*both machines see"):
+    with pytest.raises(ConfigError, match=r"finds no adapter in .*set adapter_dir to a folder that both machines see"):
         made.sample(PROMPTS, 2, 3, seed=0)
     server.sees_folders = True
     server.failures, server.fail_on = [500], "/v1/load_lora_adapter"
@@ -248,37 +262,42 @@ def test_an_adapter_that_the_server_cannot_take_ends_the_run_at_once(tmp_path, s
 
 def test_a_server_needs_the_key_and_room_for_the_longest_completion(tmp_path, server, monkeypatch) -> None:
     server.key = "secret"
-    with pytest.raises(ConfigError, match="refuses: 401"):
+    with pytest.raises(
+        ConfigError, match=r"refuses requests \(401: .*check the address, and the key in sampler.api_key_env"
+    ):
         sampler(tmp_path, config(server.url))
     monkeypatch.setenv("SERVER_KEY", "secret")
     keyed = config(server.url, sampler={"api_key_env": "SERVER_KEY"})
     assert sampler(tmp_path, keyed).sample(PROMPTS, 2, 3, seed=0).logprobs is not None
     server.max_model_len = 72
-    with pytest.raises(ConfigError, match=r"max_completion_length = 73: .* has room for 72 tokens.*--max-model-len 73"):
+    words = r"max_completion_length = 73: the context of .* is 72 tokens.*lower one of the two, or .*--max-model-len 73"
+    with pytest.raises(ConfigError, match=words):
         sampler(tmp_path, keyed)
 
 
 def test_a_server_that_cannot_serve_the_run_is_refused(tmp_path, server, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match=r"sampler\.model = 'other': .* serves tiny"):
+    with pytest.raises(ConfigError, match=r"sampler\.model = 'other': .* has the models tiny; set sampler.model to"):
         sampler(tmp_path, config(server.url, sampler={"model": "other"}))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+    with pytest.raises(
+        ConfigError, match="'NO_SUCH_KEY': this environment variable is not set; set it to the server's key"
+    ):
         sampler(tmp_path, config(server.url, sampler={"api_key_env": "NO_SUCH_KEY"}))
     server.without_lora = True
-    with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+    with pytest.raises(ConfigError, match=r"/v1/load_lora_adapter \(404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         sampler(tmp_path, config(server.url)).sample(PROMPTS, 2, 3, seed=0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setattr(amir.rollout.http_client, "FIRST_DELAY", 60.0)
-        with pytest.raises(RunStopped, match=r"has not answered for 0 s"):
+        with pytest.raises(RunStopped, match=r"has not answered for 0 s .*; start it"):
             sampler(tmp_path, config(url, sampler={"wait_seconds": 0.1}))
 
 
 def test_a_server_that_hangs_is_given_up(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         c = config(f"http://127.0.0.1:{silent.getsockname()[1]}", sampler={"timeout_seconds": 0.2, "wait_seconds": 0.3})
-        with pytest.raises(RunStopped, match=r"has not answered for .* s \(ReadTimeout"):
+        with pytest.raises(RunStopped, match=r"has not answered for .* s \(ReadTimeout.*; start it"):
             sampler(tmp_path, c)
 
 

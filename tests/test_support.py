@@ -144,9 +144,9 @@ def test_a_prompt_computed_once_scores_and_trains_as_if_each_row_had_its_own(nam
         parameter.data += 0.1 * torch.randn(parameter.shape)
     prompt_mask = torch.arange(20) >= torch.tensor([[17], [0]])
     completion_mask = torch.arange(12) < torch.tensor([12, 1, 7, 12, 5])[:, None]
-    prompt_of = torch.tensor([0, 0, 1, 1, 1])
+    prompt_index = torch.tensor([0, 0, 1, 1, 1])
     tokens = Tokens(
-        torch.randint(3, 97, (2, 20)), prompt_mask, prompt_of, torch.randint(3, 97, (5, 12)), completion_mask
+        torch.randint(3, 97, (2, 20)), prompt_mask, prompt_index, torch.randint(3, 97, (5, 12)), completion_mask
     )
     upstream = torch.randn(5, 12)
 
@@ -156,8 +156,8 @@ def test_a_prompt_computed_once_scores_and_trains_as_if_each_row_had_its_own(nam
     gradients = [p.grad.clone() for p in reached]
     made.model.zero_grad()
 
-    ids = torch.cat([tokens.prompt_ids[prompt_of], tokens.completion_ids], 1)
-    mask = torch.cat([prompt_mask[prompt_of], completion_mask], 1).long()
+    ids = torch.cat([tokens.prompt_ids[prompt_index], tokens.completion_ids], 1)
+    mask = torch.cat([prompt_mask[prompt_index], completion_mask], 1).long()
     logits = base(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     scores = logits[:, 19:-1].log_softmax(-1).gather(2, tokens.completion_ids[..., None])[..., 0]
     expected = torch.where(completion_mask, scores, 0)

@@ -213,12 +213,13 @@ def test_a_damaged_checkpoint_is_named_and_a_copy_beside_it_is_passed_over(tmp_p
         shutil.copy(folder / "step-2" / "optimizer.safetensors", file)
     with pytest.raises(ConfigError, match="step-4: damaged") as refused:
         trainer(tmp_path, config, resume=True)
-    assert "move it away" in str(refused.value)
+    assert "move it aside to resume from the previous checkpoint" in str(refused.value)
 
 
 def test_a_failed_start_does_not_block_its_folder(tmp_path) -> None:
     config = run_config(max_prompt_length=3)
-    with pytest.raises(ConfigError, match="no training prompt"), RunDirectory(tmp_path, config, resume=False) as folder:
+    words = "max_prompt_length = 3, .* no training prompt is left of .* examples; set bounds"
+    with pytest.raises(ConfigError, match=words), RunDirectory(tmp_path, config, resume=False) as folder:
         Trainer(config, policy(config), TASKS["arithmetic"](config.task), folder, Lines())
     run(tmp_path, run_config(max_steps=1))
 
@@ -228,13 +229,13 @@ def test_settings_that_cannot_take_effect_are_refused(tmp_path) -> None:
         trainer(tmp_path / "a", run_config(task={"name": "arithmetic", "max_operand": 4, "held_out": 0.01}))
     broken = trainer(tmp_path / "b", run_config(max_steps=1))
     broken.policy.tokenizer.chat_template = "{{ broken"
-    with pytest.raises(ConfigError, match="chat_template"):
+    with pytest.raises(ConfigError, match=r"chat_template: it fails for 'What is .*; correct the template"):
         broken._encode(broken.task.train, "training")
     broken.policy.tokenizer.chat_template = None
     assert broken._encode(broken.task.train, "training")
-    with pytest.raises(ConfigError, match="no chat template to put it in"):
+    with pytest.raises(ConfigError, match=r"system_prompt: .* has no chat template, which it needs; set chat_template"):
         prompt_ids(broken.policy.tokenizer, Example("1 + 1", "2"), run_config(system_prompt="Be brief."))
-    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+    with pytest.raises(ConfigError, match=r"lora\.target_modules = \['nonsense'\]: .*; expected names of the model's"):
         policy(run_config(lora={"target_modules": ["nonsense"]}))
 
 
@@ -249,7 +250,7 @@ def test_a_record_that_cannot_be_read_is_named_when_resuming(tmp_path) -> None:
     run(tmp_path, run_config(max_steps=2))
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.yaml").mkdir()
-    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read \(.*\); make it readable to resume"):
         trainer(tmp_path, run_config(max_steps=3), resume=True)
 
 
@@ -267,7 +268,7 @@ def test_a_record_that_cannot_be_read_is_named_when_resuming(tmp_path) -> None:
 def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: bytes) -> None:
     run(tmp_path, run_config(max_steps=2))
     (tmp_path / name).write_bytes(text)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=f"{name}.*(correct or remove the line|restore the run's configuration)"):
         trainer(tmp_path, run_config(max_steps=3), resume=True)
 
 
@@ -316,17 +317,17 @@ def test_run_directories_are_never_shared_or_overwritten(tmp_path, monkeypatch) 
     config = run_config()
     first = choose_output_dir("tiny", config, resume=False)
     held = opened(first, config)
-    with pytest.raises(ConfigError, match="holds a run"):
+    with pytest.raises(ConfigError, match="'runs/tiny': it already has a run; add --resume to continue it"):
         RunDirectory(first, config, resume=False)
-    with pytest.raises(ConfigError, match="another process"):
+    with pytest.raises(ConfigError, match="'runs/tiny': another process is using it; wait for that run"):
         RunDirectory(first, config, resume=True)
     held.close()
     assert choose_output_dir("tiny", config, resume=False) == Path("runs/tiny-2")
     assert choose_output_dir("tiny", config, resume=True) == first
-    with pytest.raises(ConfigError, match="seed = 5"):
+    with pytest.raises(ConfigError, match=r"seed = 5: the run in 'runs/tiny' has 0, .*it may change .*max_steps"):
         RunDirectory(first, run_config(seed=5), resume=True)
     RunDirectory(first, run_config(max_steps=9), resume=True).close()
-    with pytest.raises(ConfigError, match="no run to resume"):
+    with pytest.raises(ConfigError, match="'elsewhere': it has no run to resume; leave out --resume to start one"):
         RunDirectory(Path("elsewhere"), config, resume=True)
 
 
@@ -373,11 +374,11 @@ def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path
 
 def test_prompts_too_long_are_counted_and_none_left_is_refused(tmp_path) -> None:
     made = trainer(tmp_path / "a", run_config(max_prompt_length=44))
-    assert not [text for text in made.display.said if "exceed" in text]
-    with pytest.raises(ConfigError, match="no training prompt is left"):
+    assert not [text for text in made.display.said if "dropped" in text]
+    with pytest.raises(ConfigError, match=r"max_prompt_length = 3, .*: no training prompt is left of .*; set bounds"):
         trainer(tmp_path / "b", run_config(max_prompt_length=3))
     made = trainer(tmp_path / "c", run_config(max_prompt_length=44, task={"name": "arithmetic", "max_operand": 10}))
-    assert [text for text in made.display.said if "prompts exceed max_prompt_length" in text]
+    assert [text for text in made.display.said if "which are longer than max_prompt_length = 44 tokens" in text]
 
 
 def test_every_prompt_is_seen_once_an_epoch(tmp_path) -> None:
@@ -412,8 +413,11 @@ def test_the_command_refuses_in_one_line_with_exit_code_two(tmp_path) -> None:
     for arguments, words in [
         (["train", "quickstrat"], "nearest: 'quickstart'"),
         (["train", "quickstart", "--set", "learning_rat=1"], "nearest: 'learning_rate'"),
-        (["train", "quickstart", "--set", "model=./nowhere"], "./nowhere"),
-        (["train", "quickstart", "--resume"], "no run to resume"),
+        (
+            ["train", "quickstart", "--set", "model=./nowhere"],
+            "model = './nowhere': expected a folder with config.json",
+        ),
+        (["train", "quickstart", "--resume"], "it has no run to resume; leave out --resume to start one"),
         (["trian", "quickstart"], "trian"),
     ]:
         done = python("-m", "amir", *arguments, cwd=tmp_path)
@@ -444,7 +448,7 @@ def test_a_run_shows_no_warnings_and_bars_of_libraries(tmp_path, logger: str) ->
 
 @pytest.mark.parametrize(
     ("begun", "words"),
-    [(True, "with --resume continues"), (False, "the same command starts it")],
+    [(True, "records are kept; add --resume to the same command"), (False, "not started; the same command starts it")],
 )
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, begun: bool, words: str) -> None:
     script = f"""if True:
@@ -476,7 +480,8 @@ def test_an_output_that_is_closed_ends_the_run_with_a_word(tmp_path) -> None:
     piped = f"{sys.executable} -c '{script}' | head -n 2"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", piped], **at(tmp_path), check=False)
     assert done.returncode == 1
-    assert "the program that read this output has closed the pipe; the run had not started" in done.stderr
+    assert "the program that reads this output closed the pipe; expected one that reads to the end" in done.stderr
+    assert "The run had not started; the same command starts it" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -109,7 +109,7 @@ def sampled_batch(made: Policy, config: RunConfig, prompts: list[list[int]], rew
 
 def with_reference(made: Policy, batch: Batch, config: RunConfig, budget: TokenBudget | None = None) -> Batch:
     """The batch with reference log-probs where the loss needs them, as the loop assigns them."""
-    budget = budget or TokenBudget.of(config, made)
+    budget = budget or TokenBudget.for_policy(config, made)
     return replace(batch, ref_logprobs=reference_logprobs(made, batch, config, budget))
 
 
@@ -122,7 +122,7 @@ def backward(
     **options: bool,
 ) -> tuple[Batch, Counter[str]]:
     """One training pass: the batch with its old log-probs, as the loop assigns them after the first, and the sums."""
-    budget = budget or TokenBudget.of(config, made)
+    budget = budget or TokenBudget.for_policy(config, made)
     sums, logprobs = gradient.backward(made, batch, objective, config, budget, **options)
     return batch if batch.old_logprobs is not None else replace(batch, old_logprobs=logprobs), sums
 
@@ -141,7 +141,7 @@ def distance(left: list[Tensor], right: list[Tensor]) -> float:
 class Grader:
     """What stands in for `Correctness`; its subclasses say what a completion earns."""
 
-    given_up = 0
+    uncompared = 0
 
     def __init__(self, timeout_seconds: float) -> None:
         pass

@@ -1,1 +1,1 @@
-"""The policy: loading it, its log-probs, what saves memory, its checkpoints."""
+"""The policy: loading, log-probs, memory savings, checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: weights in PEFT's or Transformers' format, the rest as safetensors."""
+"""Checkpoints, written atomically: weights in PEFT's or Transformers' format, the other state as safetensors."""
 
 import contextlib
 import hashlib
@@ -31,14 +31,14 @@ def save_checkpoint(
     named: dict[str, Tensor],
     ranks: Ranks = SINGLE_PROCESS,
 ) -> Path:
-    """Writes `folder/step-N` under a temporary name, forces it to disk, then renames it; the first rank does.
+    """Writes `folder/step-N` on the first rank: under a temporary name, forced to disk, then renamed.
 
-    What is in parts over the ranks is written whole, so that any number of ranks, one too, can go on from it.
+    Sharded weights and moments are gathered first, so the run can be resumed with any number of ranks.
     """
     target = folder / f"step-{step}"
-    weights, moments = _whole_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
+    weights, moments = _gathered_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
     if ranks.first:
-        with _whole_or_absent(target) as staging:
+        with _atomic_folder(target) as staging:
             _save_weights(staging, model, weights)
             save_file(moments | _random_state(), staging / "optimizer.safetensors")
             state = {
@@ -54,30 +54,30 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The whole checkpoint of the highest step, or None; copies under other names are passed over."""
-    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
-    return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    """The complete checkpoint of the highest step, or None; folders with other names than `step-N` are ignored."""
+    complete = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
+    return max(complete, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
-    """Restores weights, optimizer and random state in place; returns the step that was finished.
+    """Restores weights, optimizer and random state in place; returns the number of finished steps.
 
-    A checkpoint of another model or adapter, or one whose files are not those that were saved, raises ConfigError.
+    ConfigError if the checkpoint is that of another model or adapter, or if its files changed after they were saved.
     """
     state = _checked_state(path, list(named))
     try:
         if isinstance(model, PeftModel):
             set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
         else:
-            _load_whole(path / "model.safetensors", named)
-    except (RuntimeError, KeyError) as error:  # a weight of another shape, or none of its name
-        raise ConfigError(f"checkpoint {path}: {_FOREIGN}: {error}") from None
+            _load_model_weights(path / "model.safetensors", named)
+    except (RuntimeError, KeyError) as error:  # a weight has another shape or name
+        raise ConfigError(f"checkpoint {path}: {_FOREIGN} ({error})") from None
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in named.items():
         parts = {key.removeprefix(f"{name}|"): t for key, t in tensors.items() if key.startswith(f"{name}|")}
         if parts:
             optimizer.state[parameter] = {
-                key: _counted(t) if key == "step" else sharded_like(t, parameter) for key, t in parts.items()
+                key: _step_value(t) if key == "step" else sharded_like(t, parameter) for key, t in parts.items()
             }
     torch.set_rng_state(tensors["rng|cpu"])
     if "rng|cuda" in tensors and torch.cuda.is_available():
@@ -86,29 +86,29 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, na
 
 
 def data_position(path: Path) -> int:
-    """How many prompts had been consumed when the checkpoint was saved; it must be one that `load_checkpoint` took."""
+    """The number of prompts consumed before the checkpoint was saved; `load_checkpoint` must have validated it."""
     return json.loads((path / "state.json").read_text())["data_position"]
 
 
 def _checked_state(path: Path, parameters: list[str]) -> dict[str, Any]:
     try:
         state = json.loads((path / "state.json").read_text())
-        made_for = (state["format"], state["parameters"])
+        identity = (state["format"], state["parameters"])
         damaged = [name for name, digest in dict(state["files"]).items() if _digest(path / name) != digest]
         if not (state["step"] >= 1 and state["data_position"] >= 0 and "optimizer.safetensors" in state["files"]):
-            raise ValueError("state.json is not that of a checkpoint")
+            raise ValueError("state.json has no valid step, data_position and files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: damaged ({type(error).__name__}: {error}); {_WAY_OUT}") from None
-    if made_for != (FORMAT, parameters):
+    if identity != (FORMAT, parameters):
         raise ConfigError(f"checkpoint {path}: {_FOREIGN}")
     if damaged:
-        raise ConfigError(f"checkpoint {path}: damaged ({', '.join(damaged)} changed since it was saved); {_WAY_OUT}")
+        raise ConfigError(f"checkpoint {path}: damaged ({', '.join(damaged)} changed after saving); {_WAY_OUT}")
     return state
 
 
-_WAY_OUT = "move it away to resume from the one before"
+_WAY_OUT = "move it aside to resume from the previous checkpoint"
 
-_FOREIGN = "made by another version or for another model or adapter"
+_FOREIGN = "saved by another version of amir, or for another model or adapter; resume with those that saved it"
 
 
 def _digest(path: Path) -> str:
@@ -119,21 +119,21 @@ def _digest(path: Path) -> str:
 def save_result(
     folder: Path, model: Any, tokenizer: Any, named: dict[str, Tensor] | None = None, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
-    """Writes the adapter alone, in PEFT's format, or a model that was trained whole, with its tokenizer.
+    """Writes the adapter in PEFT's format, or after full fine-tuning the model with its tokenizer.
 
-    `named`: the trained parameters, needed where they are in parts over the ranks.
+    `named`: the trained parameters, needed if they are sharded over the ranks.
     """
-    weights = _whole_weights(model, named or {}, ranks)
+    weights = _gathered_weights(model, named or {}, ranks)
     if ranks.first:
-        with _whole_or_absent(folder) as staging:
+        with _atomic_folder(folder) as staging:
             _save_weights(staging, model, weights)
             if not isinstance(model, PeftModel):
                 tokenizer.save_pretrained(str(staging))
     ranks.wait()
 
 
-def _whole_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor] | None:
-    """The model's weights on the first rank's CPU, where they are in parts; None where the model has them whole."""
+def _gathered_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor] | None:
+    """Sharded weights, gathered on the CPU of the first rank; None if the model is not sharded."""
     if ranks.size == 1 or isinstance(model, PeftModel):
         return None
     weights = {}
@@ -154,7 +154,7 @@ def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None) -
 _ONE_FILE = "10000GB"
 
 
-def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
+def _load_model_weights(file: Path, named: dict[str, Tensor]) -> None:
     tensors = load_file(file)
     with torch.no_grad():
         for name, parameter in named.items():
@@ -164,10 +164,10 @@ def _load_whole(file: Path, named: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _whole_or_absent(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target`; afterwards forces its files to disk and gives it `target`'s name.
+def _atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target`; afterwards forces its files to disk and renames it to `target`.
 
-    OSError where the disk does not take them; what stood at `target` before still does.
+    OSError if the files cannot be written; an earlier folder at `target` is then unchanged.
     """
     staging = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -175,8 +175,8 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
     try:
         yield staging
     except (SafetensorError, OSError) as error:
-        shutil.rmtree(staging, ignore_errors=True)  # what it took of a full disk
-        raise OSError(f"{target} could not be saved: {error}") from None
+        shutil.rmtree(staging, ignore_errors=True)  # frees its share of a full disk
+        raise OSError(f"{target} cannot be saved ({error}); free disk space or make the folder writable") from None
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)
     shutil.rmtree(target, ignore_errors=True)
@@ -185,7 +185,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The state by parameter. Of bitsandbytes: its int step becomes int64, the code tables it shares are copied."""
+    """The optimizer's state by parameter. bitsandbytes' int step becomes int64; its shared code tables are copied."""
     tensors = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -195,7 +195,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor
     return tensors
 
 
-def _counted(step: Tensor) -> Tensor | int:
+def _step_value(step: Tensor) -> Tensor | int:
     return int(step) if step.dtype == torch.int64 else step
 
 

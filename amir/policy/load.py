@@ -1,4 +1,4 @@
-"""Loading a policy: model, tokenizer and adapter as the settings ask for them; what cannot be served is refused."""
+"""Loads a policy: model, tokenizer and adapter; refuses models and settings that this machine cannot train."""
 
 import copy
 import re
@@ -28,7 +28,7 @@ from .smollm2 import MODEL_NAME, smollm2_folder
 
 
 def load_policy(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Policy:
-    """Loads model and tokenizer, adds an adapter, refuses what this machine or the head op does not serve.
+    """Loads model and tokenizer and adds the adapter. ConfigError if this machine or the head op does not support them.
 
     For full fine-tuning on several ranks the model is loaded on the CPU, in float32, and then sharded.
     """
@@ -64,7 +64,10 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
             **quantization_arguments(config, dtype, device),
         )
     except (OSError, ValueError, LookupError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"model = {config.model!r}: {summary(error)}") from None
+        raise ConfigError(
+            f"model = {config.model!r}: cannot be loaded ({summary(error)}); expected a folder with config.json, "
+            "weights and tokenizer files of a causal language model, or a hub name"
+        ) from None
     base, report = loaded
     _refuse_other_weights(config.model, report)
     if config.chat_template is not None:
@@ -77,9 +80,9 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
 
 
 def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
-    """Makes a policy of a loaded model: an adapter or every weight to train, without the model's own sampling defaults.
+    """The policy of a loaded model, without the model's own sampling defaults; an adapter or every weight is trained.
 
-    With full fine-tuning a frozen copy of the model is made where the loss needs a reference policy.
+    For full fine-tuning, the model is copied if the loss needs a reference policy.
     """
     _refuse_too_long(base.config, config)
     eos_ids = _eos_ids(base, tokenizer)
@@ -93,7 +96,9 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
     else:
         folder = str(Path(config.lora.adapter).expanduser())
         model = _loaded_adapter(base, config.lora, folder, with_reference=needs_reference(config))
-    policy = Policy(model.eval(), tokenizer, _served(model, config), pad_id, eos_ids, config.temperature, frozen)
+    policy = Policy(
+        model.eval(), tokenizer, _checked_support(model, config), pad_id, eos_ids, config.temperature, frozen
+    )
     if config.quantization is not None:
         keep_differentiable(base)
     if config.gradient_checkpointing:
@@ -102,7 +107,7 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether some loss of this run compares the policy with its reference."""
+    """Whether the loss of this run compares the policy with a reference policy."""
     return config.beta > 0 or (config.lambda_reg > 0 and not config.ref_free)
 
 
@@ -117,13 +122,16 @@ def _fresh_adapter(base: Any, lora: LoraSettings, seed: int) -> PeftModel:
     try:
         return _in_compute_dtype(get_peft_model(base, settings), base.dtype)
     except (ValueError, re.error) as error:
-        raise ConfigError(f"lora.target_modules = {lora.target_modules!r}: {error}") from None
+        raise ConfigError(
+            f"lora.target_modules = {lora.target_modules!r}: {error}; expected names of the model's linear layers, "
+            "or a regular expression that matches some"
+        ) from None
 
 
 def _in_compute_dtype(model: PeftModel, dtype: torch.dtype) -> PeftModel:
-    """The adapter in bfloat16 where the model computes in it; the optimizer keeps it in float32.
+    """The adapter in bfloat16 if the model is; the optimizer keeps float32 masters.
 
-    PEFT's float32 adapter makes each of its layers keep a float32 copy of its input, about half of all activations.
+    With PEFT's float32 adapter, each adapted layer saves a float32 copy of its input, about half of all activations.
     With float16, whose gradients could underflow, the adapter stays in float32.
     """
     if dtype == torch.bfloat16:
@@ -133,7 +141,7 @@ def _in_compute_dtype(model: PeftModel, dtype: torch.dtype) -> PeftModel:
 
 
 def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_reference: bool) -> PeftModel:
-    """A saved adapter, trained further; a frozen second copy of it is the reference, where one is needed."""
+    """A saved adapter to continue from, and a frozen second copy of it if the loss needs a reference policy."""
     try:
         saved: Any = PeftConfig.from_pretrained(folder)
         if saved.peft_type != "LORA":
@@ -147,15 +155,17 @@ def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_referenc
         if with_reference:
             model.load_adapter(folder, REFERENCE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"lora.adapter = {folder!r}: {error}") from None
+        raise ConfigError(
+            f"lora.adapter = {folder!r}: {error}; expected a folder with a LoRA adapter of this model in PEFT's format"
+        ) from None
     return _in_compute_dtype(model, base.dtype)
 
 
 def _frozen_copy(base: Any, config: RunConfig) -> Support:
-    return _served(copy.deepcopy(base).requires_grad_(False).eval(), config)
+    return _checked_support(copy.deepcopy(base).requires_grad_(False).eval(), config)
 
 
-def _served(model: nn.Module, config: RunConfig) -> Support:
+def _checked_support(model: nn.Module, config: RunConfig) -> Support:
     support = supports(model)
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")
@@ -163,7 +173,7 @@ def _served(model: nn.Module, config: RunConfig) -> Support:
 
 
 def model_source(model: str) -> str:
-    """A folder or hub name that Transformers loads; the packaged model's name becomes its converted folder."""
+    """A folder or hub name for Transformers; for the packaged model, the folder of its converted files."""
     if model == MODEL_NAME:
         return str(smollm2_folder())
     if model.startswith((".", "/", "~")) and not (Path(model).expanduser() / "config.json").is_file():
@@ -175,7 +185,7 @@ def _device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda': torch sees no GPU here; expected 'cpu' or 'auto'")
+        raise ConfigError("device = 'cuda': torch finds no GPU on this machine; expected 'cpu' or 'auto'")
     return device
 
 
@@ -186,12 +196,12 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _refuse_other_weights(model: str, report: dict[str, Any]) -> None:
-    """ConfigError where weights are missing or of another shape: Transformers would go on with random ones."""
+    """ConfigError if weights are missing or have another shape: Transformers would initialize them at random."""
     wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
     if wrong:
         raise ConfigError(
-            f"model = {model!r}: its files do not hold {wrong[0]} in the shape that its config.json asks for (and "
-            f"{len(wrong) - 1} other tensors); expected the weights of that model"
+            f"model = {model!r}: in its files {wrong[0]} is missing or has another shape than in config.json (and so "
+            f"have {len(wrong) - 1} other tensors); expected the weights that belong to this config.json"
         )
 
 
@@ -200,13 +210,13 @@ def _refuse_too_long(model_config: Any, config: RunConfig) -> None:
     longest = config.max_prompt_length + config.max_completion_length
     if positions is not None and longest > positions:
         raise ConfigError(
-            f"max_prompt_length + max_completion_length = {longest}: the model has {positions} positions; expected at "
-            "most as many, so set one of the two lower"
+            f"max_prompt_length + max_completion_length = {longest}: the model has {positions} positions; lower one of "
+            "the two so that their sum is at most that"
         )
 
 
 def _eos_ids(base: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: the generation config may list more than the tokenizer knows."""
+    """Every id that ends a completion; the generation config may list more than the tokenizer."""
     listed = base.generation_config.eos_token_id if base.generation_config else None
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:

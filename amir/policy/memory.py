@@ -1,4 +1,4 @@
-"""What saves memory: quantized weights, checkpointed and offloaded layers, Liger's layers, glibc's allocator."""
+"""Memory savings: quantized weights, gradient checkpointing and offloading, Liger's layers, glibc's allocator."""
 
 import contextlib
 import ctypes
@@ -22,25 +22,28 @@ from .packing import checkpoint_contexts
 
 
 def refuse_unavailable(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError for a setting that cannot work on this machine, before anything large is loaded."""
+    """ConfigError for a setting that cannot work on this machine, before anything large is loaded."""
     for setting in gpu_only_settings(config) if device.type != "cuda" else ():
-        raise ConfigError(f"{setting}: needs a GPU, and this run is on the {device.type}; leave the setting out")
+        raise ConfigError(f"{setting}: this needs a GPU, and the run's device is {device.type}; leave the setting out")
     needs_package = {
         "attn_implementation = 'flash_attention_2'": ("flash_attn", config.attn_implementation == "flash_attention_2"),
         "liger_layers": ("liger_kernel", config.liger_layers),
         f"quantization = {config.quantization!r}": ("bitsandbytes", config.quantization is not None),
         "optimizer = 'adamw_8bit'": ("bitsandbytes", config.optimizer == "adamw_8bit"),
     }
-    for option, (package, wanted) in needs_package.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{option}: the package {package} is not installed; pip install 'amir-grpo[gpu]'")
+    for option, (package, in_use) in needs_package.items():
+        if in_use and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{option}: the package {package} is not installed; run pip install 'amir-grpo[gpu]', or leave the "
+                "setting out"
+            )
 
 
 def quantization_arguments(config: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for bitsandbytes: products in `dtype`; embeddings, norms and head stay in it too.
+    """Arguments of `from_pretrained` for bitsandbytes. Products, embeddings, norms and head are in `dtype`.
 
-    PEFT's preparation of quantized models is not used: it copies embeddings, norms and head to float32, which would
-    cost most of the memory that quantization saves.
+    PEFT's `prepare_model_for_kbit_training` is not used: it casts embeddings, norms and head to float32, which costs
+    most of the memory that quantization saves.
     """
     if config.quantization is None:
         return {}
@@ -59,7 +62,7 @@ def quantization_arguments(config: RunConfig, dtype: torch.dtype, device: torch.
 
 
 def keep_differentiable(base: Any) -> None:
-    """Keeps quantized layers out of the form that bitsandbytes gives them for inference on CPUs: it has no gradient."""
+    """Keeps quantized layers in training mode: bitsandbytes' inference form on CPUs has no gradient."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for layer in (module for module in base.modules() if isinstance(module, Linear4bit | Linear8bitLt)):
@@ -67,28 +70,29 @@ def keep_differentiable(base: Any) -> None:
 
 
 def apply_liger_layers(base: Any) -> None:
-    """Puts Liger's norms, rotary embeddings and MLPs into the model, and into its family's module in this process.
+    """Replaces norms, rotary embeddings and MLPs of the model, and of its family's module in this process, by Liger's.
 
-    Its fused loss stays out: the head op takes the hidden states.
+    Liger's fused loss is not used, because the head op takes the hidden states.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     family = base.config.model_type
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"liger_layers: Liger has no layers for model type {family!r}; set liger_layers: false")
+        raise ConfigError(f"liger_layers: Liger does not support the model type {family!r}; set liger_layers: false")
     _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def checkpoint_layers(body: Any, *, offload: bool) -> None:
-    """Makes each layer keep only its input and recompute its activations in the backward.
+    """Makes each layer save only its input and recompute its activations in the backward.
 
-    A layer checkpoints where its own `training` is true; its submodules stay in evaluation mode, so no dropout is
-    active. `offload`: the inputs are kept in pinned CPU memory.
+    Transformers checkpoints a layer if its own `training` is true; its submodules stay in evaluation mode, so dropout
+    is off. With `offload`, the inputs are saved in pinned CPU memory.
     """
     layers: list[Any] = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"gradient_checkpointing: {type(body).__name__} has no layers that can be checkpointed; set it to false"
+            f"gradient_checkpointing = True: {type(body).__name__} has no layers that can be checkpointed; set it to "
+            "false"
         )
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts(body))
     for layer in layers:
@@ -120,9 +124,9 @@ def mmap_large_allocations() -> Iterator[None]:
     """While active, glibc serves CPU allocations of 1 MiB and more by mmap when its heap has no free block for them.
 
     Such allocations go back to the system as soon as they are freed. On the heap, the temporary tensors of a
-    micro-batch leave holes between those kept for its backward: a quarter of the resident memory. Afterwards the
-    threshold is 32 MiB, glibc's own upper bound, since rollouts reuse the same blocks. Other C libraries are left as
-    they are.
+    micro-batch leave holes between those saved for its backward: a quarter of the resident memory. Afterwards the
+    threshold is 32 MiB, glibc's own upper bound, because rollouts reuse the same blocks. Other C libraries are not
+    changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:

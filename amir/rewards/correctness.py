@@ -1,7 +1,7 @@
-"""Was the answer right? Plain numbers are compared as numbers; everything else goes to math-verify in a worker process.
+"""The reward `correctness`: numbers are compared exactly; other answers by math-verify in a worker process.
 
-math-verify can hang on hostile text for seconds and guards itself with signals only, so it runs in processes that are
-killed when their time is up.
+math-verify can hang for seconds on hostile text, and its own time limits are signals only. It therefore runs in
+processes that are killed at a time limit.
 """
 
 import logging
@@ -16,36 +16,36 @@ from ..tasks.answer import as_number, last_answer
 from .worker import end_with_parent
 
 WORKER_BYTES = 4 * 2**30
-"""Address space of a worker: math-verify needs a tenth of it, 9**9**9 more than any machine has."""
+"""Address space of a worker process. math-verify needs a tenth of it, and an answer like 9**9**9 more than exists."""
 
 
 def _limit_worker() -> None:
-    """Runs first in a worker: it ends with its parent, and a number too large to write down is no memory of others."""
+    """Runs first in a worker: makes it end with its parent, and limits its memory."""
     end_with_parent()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
 
 
 def _math_verify(gold: str, answer: str) -> bool:
-    """Runs in a worker process: math-verify's own timeouts need its main thread."""
+    """Compares in a worker process, because math-verify's own timeouts need the main thread."""
     from math_verify import parse, verify
 
-    logging.disable()  # math-verify logs the text it gave up on
+    logging.disable()  # math-verify logs text that it cannot parse
     return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
 
 
 class Correctness:
-    """1.0 for a right answer, 0.0 for a wrong one or none. Close it (or use it in `with`) to end its workers."""
+    """1.0 for a right answer, 0.0 for a wrong or missing one. Close it, or use it in `with`, to end its workers."""
 
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2) -> None:
         self.timeout_seconds = timeout_seconds
-        self.given_up = 0
-        """answers that could not be judged, for want of time or memory, or since math-verify failed"""
+        self.uncompared = 0
+        """number of answers that could not be compared, because time or memory ran out or math-verify failed"""
         self._workers = workers
         self._pool: ProcessPool | None = None
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
-        """Rewards of the completions, each against its gold answer; a grader that had to be killed counts as wrong."""
+        """Rewards of the completions, each compared with its gold answer; 0.0 if the comparison had to be killed."""
         verdicts = [self._decide(c, g) for c, g in zip(completions, golds, strict=True)]
         pending = {
             i: self._schedule(golds[i], verdict) for i, verdict in enumerate(verdicts) if isinstance(verdict, str)
@@ -53,7 +53,7 @@ class Correctness:
         return [float(self._result(pending[i]) if i in pending else v) for i, v in enumerate(verdicts)]
 
     def _decide(self, completion: str, gold: str) -> bool | str:
-        """The verdict where numbers or equal strings decide, else the answer that math-verify must judge."""
+        """The verdict if numbers or equal strings decide it, otherwise the answer for math-verify."""
         answer = last_answer(completion)
         if answer is None or answer == gold:
             return answer is not None
@@ -68,7 +68,7 @@ class Correctness:
     def _result(self, future: ProcessFuture) -> bool:
         if future.exception() is None:
             return future.result()
-        self.given_up += 1
+        self.uncompared += 1
         return False
 
     def close(self) -> None:

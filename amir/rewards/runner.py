@@ -1,9 +1,9 @@
-"""The reward functions of a run, beside each other: yours in a process each, with a time limit, the shipped ones here.
+"""Runs the reward functions of a run: each of the user's in its own process with a time limit, the shipped ones here.
 
-A function of yours is called once for all completions of a step, with keywords: `prompts` and `completions` (texts, or
-lists of messages where `conversational`), `answers`, `completion_ids` (lists of token ids), and every column of the
-task's rows, one value a completion. It gets those that its signature names, all of them with `**kwargs`. It returns a
-number a completion; None or NaN leave that completion unscored.
+A user's function is called once for all completions of a step, with keywords: `prompts` and `completions` (texts, or
+lists of messages with `conversational`), `answers`, `completion_ids` (lists of token ids), and every column of the
+task's rows, each a list with one value per completion. It gets the keywords that its signature names, or all of them if
+it has `**kwargs`. It returns one number per completion; None or NaN leaves that completion unscored.
 """
 
 from collections.abc import Sequence
@@ -22,43 +22,43 @@ from .correctness import Correctness
 from .shaping import SHAPING
 
 CALL_SECONDS, JUDGE_SECONDS = 60.0, 10.0
-"""Time limits where `timeout_seconds` is unset: one call of a function, one answer's correctness."""
+"""Default time limits: of one call of a function, and of the comparison of one answer."""
 
 START_SECONDS = 300.0
-"""A function's process must have imported it by then."""
+"""Time limit for the start of a function's process, including its imports."""
 
 OURS = ("prompts", "completions", "answers", "completion_ids")
-"""Keywords of a function that no column of that name replaces."""
+"""Keywords that a column of the same name does not replace."""
 
 
 class RewardFunction(Protocol):
-    """A reward function of the user's, called once for all completions of a step."""
+    """A user's reward function, called once for all completions of a step."""
 
     def __call__(self, **columns: Any) -> Sequence[float | None]:
-        """A number a completion; None or NaN leave it unscored.
+        """One number per completion; None or NaN leaves it unscored.
 
-        Keywords, a list each: `prompts`, `completions`, `answers`, `completion_ids`, and the columns of the task's
+        Keywords, each a list: `prompts`, `completions`, `answers`, `completion_ids`, and the columns of the task's
         rows; a function gets those that its signature names.
         """
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What each function gave each completion, NaN where it gave nothing, and notes to report."""
+    """Scores by function and completion, NaN for an unscored one, and notes to report."""
 
     values: list[list[float]]  # [F][B]
     notes: list[str]
 
 
 class Rewards:
-    """The run's functions. `with` it, or `close` it, to end their processes."""
+    """The reward functions of a run. Close it, or use it in `with`, to end their processes."""
 
     def __init__(self, settings: Sequence[RewardSettings], columns: Sequence[str] = ()) -> None:
         self.settings = list(settings)
         self.names = [s.label for s in settings]
         self.weights = [s.weight for s in settings]
         self.timeouts = 0
-        """calls of functions and answers that were ended unfinished, so far"""
+        """number of function calls and answer comparisons that were ended at their time limit"""
         for s in self.settings:
             _refuse_arguments(s)
         limits = [s.timeout_seconds for s in settings if s.name == "correctness" and s.timeout_seconds]
@@ -73,16 +73,19 @@ class Rewards:
             raise
 
     def __call__(self, examples: Sequence[Example], completions: list[str], completion_ids: list[list[int]]) -> Scores:
-        """Scores of the completions, each with the example it answers."""
+        """Scores of the completions; `examples` has the example of each."""
         pending = [f.begin(examples, completions, completion_ids) for f in self._functions.values()]
         notes: list[str] = []
-        given = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
-        given_up = self.correctness.given_up
+        inputs = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
+        uncompared = self.correctness.uncompared
         if NEED_ANSWERS & {s.name for s in self.settings}:
-            given["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
-        if judged_late := self.correctness.given_up - given_up:
-            notes.append(f"correctness: {judged_late} answers could not be judged in time and count as wrong")
-        values = {name: self._shipped(s, given) for name, s in zip(self.names, self.settings, strict=True) if s.name}
+            inputs["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
+        if judged_late := self.correctness.uncompared - uncompared:
+            notes.append(
+                f"reward correctness: {judged_late} answers could not be compared within "
+                f"{self.correctness.timeout_seconds:g} s and count as wrong; a larger timeout_seconds allows more time"
+            )
+        values = {name: self._shipped(s, inputs) for name, s in zip(self.names, self.settings, strict=True) if s.name}
         for function, future in zip(self._functions.values(), pending, strict=True):
             result, note = function.end(future, len(completions))
             values[function.name] = result
@@ -91,12 +94,12 @@ class Rewards:
         self.timeouts += judged_late
         return Scores([values[name] for name in self.names], notes)
 
-    def _shipped(self, settings: RewardSettings, given: dict[str, Any]) -> list[float]:
+    def _shipped(self, settings: RewardSettings, inputs: dict[str, Any]) -> list[float]:
         if settings.name == "correctness":
-            return given["correct"]
+            return inputs["correct"]
         function = SHAPING[settings.name or ""]
-        keywords = worker.keywords_of(function, settings.arguments, list(given))
-        return function(**{name: given[name] for name in keywords}, **settings.arguments)
+        keywords = worker.accepted_keywords(function, settings.arguments, list(inputs))
+        return function(**{name: inputs[name] for name in keywords}, **settings.arguments)
 
     def close(self) -> None:
         """Ends every process."""
@@ -112,7 +115,7 @@ class Rewards:
 
 
 class _Function:
-    """A function of the user's in its own process, which is killed at the time limit and started again."""
+    """A user's function in its own process, which is killed at the time limit and started again."""
 
     def __init__(self, settings: RewardSettings, offered: list[str]) -> None:
         self.name = settings.label
@@ -122,11 +125,14 @@ class _Function:
         self._started = self._import()
 
     def check(self) -> None:
-        """Waits until it is imported; ConfigError where it cannot be, or cannot be called."""
-        error = self._waited(self._started, START_SECONDS)
+        """Waits until the function is imported; ConfigError if it cannot be imported or called."""
+        error = self._error_of(self._started, START_SECONDS)
         if error is not None:
-            reason = f"its process could not import it in {START_SECONDS:.0f} s" if _is_timeout(error) else error
-            raise ConfigError(f"rewards: function {self._settings.function!r}: {reason}")
+            reason = f"its import took longer than {START_SECONDS:.0f} s" if _is_timeout(error) else error
+            raise ConfigError(
+                f"rewards: function {self._settings.function!r}: {reason}; expected a function that takes "
+                "`completions` (docs/data-and-rewards.md)"
+            )
         self._keywords = self._started.result()
 
     def begin(
@@ -146,16 +152,18 @@ class _Function:
         return self._pool.schedule(worker.call, args=work, timeout=self._seconds)
 
     def end(self, future: ProcessFuture, count: int) -> tuple[list[float], str | None]:
-        """The call's rewards; all NaN, and a note, where it took too long. RunStopped where it failed."""
-        error = self._waited(future, self._seconds + START_SECONDS)
+        """The call's rewards; all NaN, and a note, if it reached the time limit. RunStopped if it failed."""
+        error = self._error_of(future, self._seconds + START_SECONDS)
         if error is None:
             return future.result(), None
         if _is_timeout(error):
             self._import()
-            note = f"{self.name} took longer than {self._seconds:g} s and was ended: {count} completions unscored by it"
-            return [float("nan")] * count, f"reward {note}"
+            return [float("nan")] * count, (
+                f"reward {self.name}: the call took longer than {self._seconds:g} s and was ended, so it scored none "
+                f"of the {count} completions; a larger timeout_seconds allows more time"
+            )
         if isinstance(error, ProcessExpired):
-            error = RuntimeError(f"its process died (exit code {error.exitcode})")
+            error = RuntimeError(f"ended its process (exit code {error.exitcode}); expected a returned list of rewards")
         raise RunStopped(f"reward {self.name} ({self._settings.function}) {error}")
 
     def close(self) -> None:
@@ -166,7 +174,7 @@ class _Function:
         work = (self._settings.function, self._settings.arguments, self._offered)
         return self._pool.schedule(worker.parameters, args=work, timeout=START_SECONDS)
 
-    def _waited(self, future: ProcessFuture, seconds: float) -> BaseException | None:
+    def _error_of(self, future: ProcessFuture, seconds: float) -> BaseException | None:
         try:
             return future.exception(timeout=seconds)
         except FutureTimeout as late:
@@ -179,14 +187,16 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _refuse_arguments(settings: RewardSettings) -> None:
-    """ConfigError where a shipped reward does not take its arguments, or not such values."""
+    """ConfigError if a shipped reward does not accept its arguments."""
     if settings.name == "correctness" and settings.arguments:
-        raise ConfigError(f"rewards: correctness takes no arguments, got {', '.join(settings.arguments)}")
+        raise ConfigError(
+            f"rewards: correctness takes no arguments, got {', '.join(settings.arguments)}; leave `arguments` out"
+        )
     if settings.name in SHAPING:
         trial: dict[str, Any] = {"completions": [""], "correct": [0.0], "lengths": [1]}
         function = SHAPING[settings.name]
         try:
-            keywords = worker.keywords_of(function, settings.arguments, list(trial))
+            keywords = worker.accepted_keywords(function, settings.arguments, list(trial))
             worker.floats(function(**{k: trial[k] for k in keywords}, **settings.arguments), 1)
         except (RewardError, TypeError, ValueError) as error:
             raise ConfigError(f"rewards: {settings.name}: {error}") from None

@@ -1,4 +1,4 @@
-"""The weighted sum of what a run's reward functions gave."""
+"""The weighted sum of a completion's scores."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,6 @@ from ..config import RewardSettings
 
 
 def total_reward(scores: Tensor, rewards: Sequence[RewardSettings]) -> Tensor:
-    """Sum over functions of weight times score, float32 `[B]`; a NaN score is left out, NaN where all are. `[B, F]`."""
+    """Sum of weight times score, float32 `[B]`, of `scores` `[B, F]`. NaN scores are left out; NaN if all are NaN."""
     weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64, device=scores.device)
     return weighted_sum(scores.double(), weights).float()

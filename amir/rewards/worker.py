@@ -1,6 +1,6 @@
-"""What runs in a reward's own process: finding the function, calling it, and making plain floats of what it returns.
+"""Code of a reward function's own process: imports the function, calls it, and converts its result to floats.
 
-Imports no torch, so that a process starts in a moment.
+It does not import torch, so that a process starts quickly.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from typing import Any
 from ..errors import RewardError, summary
 
 LARGEST_REWARD = 1e9
-"""Sums of squares of such rewards are still finite in float32."""
+"""Bound of |reward|, so that sums of squares stay finite in float32."""
 
 
 def end_with_parent() -> None:
-    """Lets this process end when the one that started it does, however that ends."""
+    """Makes this process end when its parent process does, however that ends."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 
@@ -37,33 +37,38 @@ def _wait_for_parent() -> None:
 
 
 def parameters(spec: str, arguments: dict[str, Any], offered: list[str]) -> list[str]:
-    """Finds the function and says which of the `offered` keywords it takes; RewardError where it cannot be called."""
-    return keywords_of(find(spec), arguments, offered)
+    """The `offered` keywords that the function takes; RewardError if it cannot be imported or called."""
+    return accepted_keywords(find(spec), arguments, offered)
 
 
-def keywords_of(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
-    """Which of the `offered` keywords a function takes beside its `arguments`; RewardError where it needs another."""
+def accepted_keywords(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
+    """The `offered` keywords that a function takes in addition to its `arguments`; RewardError if it needs others."""
     signature = _signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     named = {name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {name for name, p in signature.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     if by_position := sorted(name for name in required if name not in named):
-        raise RewardError(f"takes {by_position[0]!r} by position; it is called with keywords alone")
+        raise RewardError(f"takes {by_position[0]!r} by position, and is called with keywords only; make it a keyword")
     if missing := sorted(required - set(offered) - arguments.keys()):
-        raise RewardError(f"needs {', '.join(missing)}; there are {', '.join(offered)}, and what `arguments` gives")
+        raise RewardError(
+            f"needs {', '.join(missing)}, and gets {', '.join(offered)}; set others in `arguments`, or give them "
+            "defaults"
+        )
     if (unknown := sorted(arguments.keys() - named)) and not takes_all:
-        raise RewardError(f"takes no argument {unknown[0]!r}")
+        raise RewardError(
+            f"takes no argument {unknown[0]!r}, only {', '.join(sorted(named))}; remove it from `arguments`"
+        )
     return [name for name in offered if (takes_all or name in named) and name not in arguments]
 
 
 def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
-    """The function's `count` rewards as floats, NaN where it gives None or NaN."""
+    """The function's `count` rewards as floats, NaN for None."""
     function = find(spec)
     try:
         result = function(**keywords)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-    except BaseException as error:  # noqa: BLE001 (a user's exception need not survive being sent to another process)
+    except BaseException as error:  # noqa: BLE001 (a user's exception may not pickle)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         where = "; ".join(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in frames[-3:])
         raise RewardError(f"raised {summary(error)} ({where})") from None
@@ -76,36 +81,36 @@ async def _awaited(result: Any) -> Any:
 
 @cache
 def find(spec: str) -> Callable[..., Any]:
-    """The function behind module:function or file.py:function."""
+    """The function that module:function or file.py:function names."""
     place, _, name = spec.rpartition(":")
-    found = _module(place)
+    function = _module(place)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(function, part):
             raise RewardError(f"{place} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise RewardError(f"{name} is a {type(found).__name__}, not a function")
-    return found
+        function = getattr(function, part)
+    if not callable(function):
+        raise RewardError(f"{name} is a {type(function).__name__}, and a function is expected")
+    return function
 
 
 def _module(place: str) -> Any:
-    """A module by name, from the working directory too, or by its file, whose neighbours it can import."""
+    """Imports a module by name or file; modules in the working directory or beside the file can be imported."""
     path = Path(place).expanduser().absolute()
     is_file = place.endswith(".py")
     if is_file and not path.is_file():
         raise RewardError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))
     try:
-        return _module_of_file(path) if is_file else importlib.import_module(place)
-    except BaseException as error:  # noqa: BLE001 (the same)
+        return _import_file(path) if is_file else importlib.import_module(place)
+    except BaseException as error:  # noqa: BLE001 (a user's exception may not pickle)
         raise RewardError(f"importing {place} raised {summary(error)}") from None
 
 
-def _module_of_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     name = f"reward_of_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -116,7 +121,7 @@ def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        raise RewardError("has no signature that Python can read; wrap it in a function of your own") from None
+        raise RewardError("has no signature that Python can read; wrap it in your own function") from None
 
 
 def floats(result: Any, count: int) -> list[float]:
@@ -126,7 +131,7 @@ def floats(result: Any, count: int) -> list[float]:
     if not isinstance(result, list | tuple):
         raise RewardError(f"returned a {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
-        raise RewardError(f"returned {len(result)} rewards for {count} completions")
+        raise RewardError(f"returned {len(result)} rewards for {count} completions; expected one per completion")
     return [_float(value, row) for row, value in enumerate(result)]
 
 
@@ -137,10 +142,11 @@ def _float(value: Any, row: int) -> float:
         raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number")
     try:
         number = float(value.item() if hasattr(value, "item") else value)
-    except Exception:  # noqa: BLE001 (an object of the user's may raise anything)
+    except Exception:  # noqa: BLE001 (a user's object may raise anything)
         raise RewardError(f"returned {value!r:.60} for completion {row}; expected a number") from None
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
-            f"returned {number} for completion {row}; a reward must be finite, at most {LARGEST_REWARD:g}, None or NaN"
+            f"returned {number} for completion {row}; expected a finite number of at most {LARGEST_REWARD:g}, None "
+            "or NaN"
         )
     return number

@@ -1,1 +1,1 @@
-"""Rollouts: what samples completions, and what it returns."""
+"""Rollouts: the samplers and the completions that they return."""

@@ -1,4 +1,4 @@
-"""Completions of prompts with their scores: each rank samples and rewards its share, then all of them hold everything.
+"""Samples and rewards completions: each rank handles a share of the prompts, then all ranks gather the results.
 
 N prompts, B = N * group size completions, F reward functions.
 """
@@ -21,7 +21,7 @@ from .rollout import Rollout, Sampler, concatenate
 
 @dataclass(frozen=True)
 class Collector:
-    """A run's sampler and rewards."""
+    """The sampler and the reward functions of a run."""
 
     config: RunConfig
     policy: Policy
@@ -30,23 +30,23 @@ class Collector:
     say: Callable[[str], None]
 
     def sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout | None:
-        """Completions of this rank's share of the prompts; None where it has none of them.
+        """Completions of this rank's share of the prompts; None if its share is empty.
 
-        `stream` names the random stream: a step, a round of a step, an evaluation.
+        `stream` names the random stream: a step, a round of a step, or an evaluation.
         """
         ranks, own = self.policy.ranks, self._share(prompts)
         if not own and not self.policy.sharded:
             return None
         seed = derived_seed(self.config.seed, ranks.name(stream))
-        ids = [prompt.ids for prompt in own or prompts[:1]]  # a rank without a share takes part: its shards are needed
+        ids = [prompt.ids for prompt in own or prompts[:1]]  # a rank without a share takes part if weights are sharded
         with ranks.raise_on_all_ranks():
             rollout = self.sampler.sample(ids, group_size, self.config.max_completion_length, seed)
         return rollout if own else None
 
     def reward(self, prompts: list[Prompt], rollout: Rollout | None) -> tuple[Rollout, Tensor]:
-        """The completions of all prompts and their scores, float32 `[B, F]`, NaN where a function gave none.
+        """The completions of all prompts and their scores, float32 `[B, F]`, NaN for an unscored completion.
 
-        `rollout`: what `sample` returned on this rank.
+        `rollout`: the result of `sample` on this rank.
         """
         ranks = self.policy.ranks
         with ranks.raise_on_all_ranks():
@@ -58,14 +58,14 @@ class Collector:
         return concatenate(rollouts), torch.cat(scores)
 
     def _share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """This rank's part of the prompts; a server is asked by the first rank for all."""
+        """This rank's share of the prompts; with a sampling server, the first rank handles all of them."""
         ranks = self.policy.ranks
         if self.config.sampler.name == "server":
             return prompts if ranks.first else []
         return list(ranks.share(prompts))
 
     def _score(self, rollout: Rollout, prompts: list[Prompt]) -> tuple[Tensor, list[str]]:
-        """What each function gives each completion, float32 `[B, F]`, and the notes to report."""
+        """Scores of this rank's completions, float32 `[B, F]`, and notes to report."""
         examples = [prompt.example for prompt in prompts for _ in range(rollout.group_size)]
         scores = self.rewards(examples, rollout.texts, rollout.completions)
         values = torch.tensor(scores.values).T.contiguous()
@@ -77,7 +77,7 @@ class Collector:
 def completion_records(
     prompts: list[Prompt], rollout: Rollout, scores: Tensor, config: RunConfig
 ) -> list[dict[str, Any]]:
-    """What is kept of each completion on disk. `scores` `[B, F]`."""
+    """The rows of completions/, one per completion. `scores` `[B, F]`."""
     names = [reward.label for reward in config.rewards]
     rewards = total_reward(scores, config.rewards)
     return [
@@ -98,5 +98,5 @@ def completion_records(
 
 
 def derived_seed(seed: int, stream: int | str) -> int:
-    """A separate seed for each stream of a run (a step, an evaluation), so that resuming needs no sampler state."""
+    """A seed for each random stream of a run (a step, an evaluation), so that resuming needs no sampler state."""
     return random.Random(f"{seed}/{stream}").getrandbits(63)

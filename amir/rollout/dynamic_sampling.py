@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are replaced by other prompts' groups.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replaces groups whose rewards are all equal by groups of other prompts.
 
-Such groups have no advantage and no pair. Rounds of sampling are bounded, and so is the share of the step's groups that
-must have differing rewards: GPG's threshold (arXiv 2504.02546) is the same mechanism with another bound.
+Groups with equal rewards have no advantages and no pairs. The number of sampling rounds is bounded. The share of groups
+that must have differing rewards is a setting: a share below 1 is GPG's threshold (arXiv 2504.02546).
 
 N groups of G completions; F reward functions.
 """
@@ -18,11 +18,11 @@ from ..rewards import total_reward
 from .rollout import Rollout, concatenate
 
 
-def groups_that_differ(scores: Tensor, config: RunConfig) -> list[bool]:
-    """Of each group whether its rewards differ, in their weighted sum or in the one that `dynamic_sampling.by` names.
+def differing_groups(scores: Tensor, config: RunConfig) -> list[bool]:
+    """For each group, whether its rewards differ: the weighted sum, or the reward named by `dynamic_sampling.by`.
 
-    Equal up to rounding is equal; completions without a score do not count. `scores` `[N * G, F]`, groups side by side.
-    Without dynamic sampling every group counts as differing.
+    Rewards that are equal up to rounding do not differ, and unscored completions are ignored. `scores` `[N * G, F]`,
+    groups consecutive. Without dynamic sampling, True for every group.
     """
     dynamic, size = config.dynamic_sampling, config.num_generations
     if dynamic is None:
@@ -36,33 +36,33 @@ def groups_that_differ(scores: Tensor, config: RunConfig) -> list[bool]:
 
 @dataclass
 class Groups:
-    """What the rounds of one step have sampled, and which of it is trained on."""
+    """The groups that the sampling rounds of a step gave, and which of them are trained on."""
 
     config: RunConfig
     rollouts: list[Rollout] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)  # float32 [N * G, F] each
-    kept: list[list[bool]] = field(default_factory=list)  # one flag a group each
+    kept: list[list[bool]] = field(default_factory=list)  # one flag per group of each round
 
     def add(self, rollout: Rollout, scores: Tensor) -> list[bool]:
         """Adds a round; returns which of its groups are trained on."""
         self.rollouts.append(rollout)
         self.scores.append(scores)
-        self.kept.append(groups_that_differ(scores, self.config))
+        self.kept.append(differing_groups(scores, self.config))
         return self.kept[-1]
 
     @property
     def missing(self) -> int:
-        """Groups that the next round should sample; 0 where no further round is needed or allowed."""
-        dynamic, wanted = self.config.dynamic_sampling, self.config.prompts_per_step
+        """Groups that the next round should sample; 0 if no further round is needed or allowed."""
+        dynamic, target = self.config.dynamic_sampling, self.config.prompts_per_step
         if not self.kept:
-            return wanted
+            return target
         if dynamic is None or len(self.kept) == dynamic.max_rounds:
             return 0
         kept = sum(map(sum, self.kept))
-        return 0 if kept / wanted >= dynamic.min_valid_share else wanted - kept
+        return 0 if kept / target >= dynamic.min_valid_share else target - kept
 
     def chosen(self) -> tuple[Rollout, Tensor]:
-        """The groups to train on and their scores `[B, F]`; the first round where no group's rewards differ."""
+        """The groups to train on and their scores `[B, F]`; the first round if no group has differing rewards."""
         if not any(map(any, self.kept)):
             return self.rollouts[0], self.scores[0]
         size = self.config.num_generations
@@ -71,7 +71,7 @@ class Groups:
         return concatenate(selected), torch.cat(scores)
 
     def sums(self) -> dict[str, int]:
-        """Counts of the step's metrics."""
+        """Counts for the step's metrics."""
         return {
             "groups_sampled": sum(map(len, self.kept)),
             "sampling_rounds": len(self.kept),

@@ -1,8 +1,8 @@
-"""The sampler `generate`: Transformers' `generate` on the policy's own weights.
+"""The sampler `generate`: Transformers' `generate` with the policy's weights.
 
-A prompt is prefilled once, its key-value cache is expanded to the group, and Transformers generates from there.
+A prompt is prefilled once, and its key-value cache is expanded to the group before `generate` continues.
 
-N prompts, B = N * group_size completions, P the padded length of prompts, D head size.
+N prompts; B = N * group_size completions; P: padded length of prompts; D: head size.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ class Generate:
 def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
     """`group_size` completions of each prompt (token ids) at the policy's temperature.
 
-    The same policy, prompts and seed give the same completions; torch's global random state is left untouched.
+    The same policy, prompts and seed give the same completions; torch's global random state does not change.
     """
     ids, mask = (t.to(policy.device) for t in pad_left(prompts, policy.pad_id))
     with own_random_state(policy.device), warnings.catch_warnings():
         torch.manual_seed(seed)
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
-        output = policy.whole(lambda: _generate(policy, ids, mask, group_size, max_new_tokens))
+        output = policy.run_gathered(lambda: _generate(policy, ids, mask, group_size, max_new_tokens))
     return make_rollout(policy, prompts, output[:, ids.shape[1] :].tolist())
 
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Within it torch's random state may be seeded; afterwards it is what it was."""
+    """A context in which torch's random state may be seeded; afterwards the state is restored."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
@@ -76,9 +76,9 @@ def _generate(policy: Policy, ids: Tensor, mask: Tensor, group_size: int, max_ne
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A cache layer whose keys and values `[B, heads, P + new tokens, D]` are allocated once, for the whole completion.
+    """A cache layer whose keys and values `[B, heads, P + new tokens, D]` are allocated once for the completion.
 
-    Transformers' own layer copies everything it holds for every token that is added.
+    Transformers' own layer copies the whole cache for each new token.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, group_size: int, new_tokens: int) -> None:
@@ -88,7 +88,7 @@ class _PreallocatedLayer(DynamicLayer):
         self._show(keys.shape[2])
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Adds tokens behind those that are there; returns all."""
+        """Appends tokens; returns the keys and values of all tokens."""
         before = self.get_seq_length()
         for stored, new in zip(self.storage, (key_states, value_states), strict=True):
             stored[:, :, before : before + new.shape[2]] = new
@@ -108,7 +108,7 @@ def _expanded(x: Tensor, group_size: int, new_tokens: int) -> Tensor:
 
 
 def _expand(cache: Any, group_size: int, new_tokens: int) -> None:
-    """Gives each completion of a group its prompt's cache; layers that hold all tokens are preallocated for more."""
+    """Expands the cache of each prompt to its group; layers without a sliding window become preallocated ones."""
     for place, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             cache.layers[place] = _PreallocatedLayer(layer.keys, layer.values, group_size, new_tokens)
@@ -116,7 +116,7 @@ def _expand(cache: Any, group_size: int, new_tokens: int) -> None:
             layer.batch_repeat_interleave(group_size)
 
 
-_NOT_FINITE = f"the policy computes NaN or infinity, so nothing can be sampled; {DIVERGED}"
+_NOT_FINITE = f"the policy computes NaN or infinity, so it cannot be sampled from; {DIVERGED}"
 
 
 def generation_config(policy: Policy, max_new_tokens: int) -> GenerationConfig:

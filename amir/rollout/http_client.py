@@ -1,4 +1,4 @@
-"""JSON over HTTP to one sampling server: retries while it is down, errors for what it refuses."""
+"""JSON over HTTP to a sampling server: retries while it is down, and an error for each request that it refuses."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ from ..config import ServerSampling
 from ..errors import ConfigError, RequestRefused, RunStopped, ServerBusy
 
 CONNECT_SECONDS, FIRST_DELAY, LONGEST_DELAY = 10.0, 0.5, 30.0
-"""Seconds to connect, and between attempts: the delay doubles from the first to the longest."""
+"""Seconds: time limit of a connection; delay before the first retry, which doubles up to the longest."""
 
 
 class Client:
-    """JSON over HTTP to one server. Failures that may be temporary are retried for `wait_seconds`, then RunStopped."""
+    """JSON over HTTP to one server. Failures that may be temporary are retried for `wait_seconds`; then RunStopped."""
 
     def __init__(self, settings: ServerSampling, say: Callable[[str], None]) -> None:
         self._settings, self._say = settings, say
@@ -33,24 +33,26 @@ class Client:
                 trust_env=False,
             )
         except httpx2.InvalidURL as error:
-            raise ConfigError(f"sampler.url = {settings.url!r}: {error}") from None
+            raise ConfigError(
+                f"sampler.url = {settings.url!r}: {error}; expected an address such as http://localhost:8000"
+            ) from None
         self._down = False
         self._abandoned = threading.Event()
         self._lock = threading.Lock()
 
     def get(self, path: str) -> Any:
-        """The JSON answer; RequestRefused for an answer from 400 to 499."""
+        """The JSON answer; RequestRefused for a status from 400 to 499."""
         return self._with_retries(lambda: _answer(self._http.get(path)))
 
     def post(self, path: str, body: dict[str, Any], refusal: str | None = None) -> Any:
-        """The JSON answer, None where it is other text.
+        """The JSON answer, or None if it is not JSON.
 
-        RequestRefused for an answer from 400 to 499, or for one of status 500 that contains `refusal`.
+        RequestRefused for a status from 400 to 499, or for an answer of status 500 that contains `refusal`.
         """
         return self._with_retries(lambda: _answer(self._http.post(path, json=body), refusal))
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answer's server-sent events, as JSON."""
+        """The server-sent events of the answer, parsed from JSON."""
 
         def attempt() -> list[dict[str, Any]]:
             with self._http.stream("POST", path, json=body) as response:
@@ -66,7 +68,7 @@ class Client:
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Ends the retries of every thread where the work inside fails or is interrupted."""
+        """Ends the retries of every thread if the body fails or is interrupted."""
         self._abandoned.clear()
         try:
             yield
@@ -87,15 +89,16 @@ class Client:
             waited = time.monotonic() - began
             if waited >= self._settings.wait_seconds:
                 raise RunStopped(
-                    f"sampler server: {url} has not answered for {waited:.0f} s ({reason}); start it, then add --resume"
+                    f"sampler.url = {url!r}: the server has not answered for {waited:.0f} s ({reason}); start it, then "
+                    "resume the run"
                 )
             self._report(reason)
             if self._abandoned.wait(min(delay, self._settings.wait_seconds - waited)):
-                raise RunStopped(f"sampler server: request abandoned, since another one failed ({reason})")
+                raise RunStopped(f"sampler.url = {url!r}: request abandoned, because another request failed ({reason})")
             delay = min(2 * delay, LONGEST_DELAY)
 
     def _report(self, reason: str | None) -> None:
-        """Says once that the server is down, and once that it answers again."""
+        """Reports once that the server is down, and once that it answers again."""
         with self._lock:
             if reason is not None and not self._down:
                 url, limit = self._settings.url, self._settings.wait_seconds
@@ -120,12 +123,12 @@ def _authorization(settings: ServerSampling) -> dict[str, str]:
     key = os.environ.get(settings.api_key_env)
     if key is None:
         raise ConfigError(
-            f"sampler.api_key_env = {settings.api_key_env!r}: there is no such environment variable; set it to the "
+            f"sampler.api_key_env = {settings.api_key_env!r}: this environment variable is not set; set it to the "
             "server's key"
         )
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(
-            f"sampler.api_key_env = {settings.api_key_env!r}: it is empty or has characters that no HTTP header can "
-            "hold; expected the server's key"
+            f"sampler.api_key_env = {settings.api_key_env!r}: this environment variable is empty or has characters "
+            "that are not allowed in an HTTP header; set it to the server's key"
         )
     return {"Authorization": f"Bearer {key}"}

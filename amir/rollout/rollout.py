@@ -1,6 +1,6 @@
-"""What sampling returns, and the one method between the trainer and what samples for it.
+"""`Rollout`, the result of sampling, and `Sampler`, the protocol of every sampler.
 
-A rollout holds lists of token ids, as sampled; `update/batch.py` pads them. N prompts, B = N * group size completions.
+A rollout has lists of token ids; `update/batch.py` pads them. N prompts; B = N * group size completions.
 """
 
 import math
@@ -14,25 +14,25 @@ from ..policy.policy import Policy
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled completions: prompts in order, each prompt's completions side by side."""
+    """Sampled completions, in the order of the prompts; the completions of a prompt are consecutive."""
 
     prompts: list[list[int]]  # N token id lists
-    completions: list[list[int]]  # B token id lists; the EOS that ended one is its last token
+    completions: list[list[int]]  # B token id lists, each with the EOS that ended it
     texts: list[str]  # B, without special tokens
     truncated: list[bool]  # B, no EOS within the allowed length
     logprobs: list[list[float]] | None = None
-    """of each completion's tokens, nats at the training temperature, by the sampler; NaN where it gave none. None: the
-    sampler gives none, or is the trainer itself"""
+    """the sampler's log-probs of each completion's tokens, nats at the training temperature; NaN for a missing one.
+    None if the sampler returns no log-probs, or is the trainer itself"""
     unusable: list[bool] | None = None
-    """B: rows whose tokens may differ from those that were sampled; they are kept on disk and train nothing"""
+    """B flags: completions whose tokens may differ from the sampled ones; they are recorded but not trained on"""
 
     @property
     def group_size(self) -> int:
-        """Completions of each prompt."""
+        """Completions per prompt."""
         return len(self.completions) // len(self.prompts)
 
     def select(self, groups: Sequence[bool]) -> "Rollout":
-        """The groups that are True; one flag a prompt."""
+        """The groups whose flag is True; one flag per prompt."""
         rows = [row for row in range(len(self.completions)) if groups[row // self.group_size]]
         return Rollout(
             [prompt for prompt, kept in zip(self.prompts, groups, strict=True) if kept],
@@ -45,17 +45,17 @@ class Rollout:
 
 
 class Sampler(Protocol):
-    """Where completions come from."""
+    """Samples completions of the current policy."""
 
     def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
-        """`group_size` completions of each prompt (token ids), of the current policy at its temperature, no filters.
+        """`group_size` completions of each prompt (token ids), at the policy's temperature and without filters.
 
-        The same weights, prompts and seed give the same completions, as far as the engine behind the sampler does.
+        The same weights, prompts and seed give the same completions if the engine is deterministic.
         """
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
-    """Several rollouts as one, in order. Log-probs that only some of them have are NaN in the others."""
+    """Several rollouts as one, in order. If only some of them have log-probs, those of the others are NaN."""
     logprobs, unusable = None, None
     if any(rollout.logprobs is not None for rollout in rollouts):
         logprobs = [row for r in rollouts for row in r.logprobs or [[math.nan] * len(ids) for ids in r.completions]]
@@ -78,10 +78,10 @@ def make_rollout(
     logprobs: Sequence[Sequence[float | None] | None] | None = None,
     unusable: list[bool] | None = None,
 ) -> Rollout:
-    """The rollout of completions as an engine returned them, each prompt's side by side: cut behind the first EOS.
+    """The rollout of an engine's completions, which are consecutive for each prompt; cuts them after the first EOS.
 
-    `logprobs` is None for a token, a completion or all of them where the engine gives none. RunStopped where it gives
-    another number of log-probs than of tokens.
+    `logprobs` may be None for a token, a completion or all completions. RunStopped if a completion has another number
+    of log-probs than of tokens.
     """
     known = None
     if logprobs is not None and any(row is not None for row in logprobs):
@@ -101,13 +101,14 @@ def make_rollout(
 
 
 def completion_length(ids: Sequence[int], eos_ids: Sequence[int]) -> int:
-    """Tokens up to the first EOS, which belongs to the completion; what follows it is padding, whatever its id."""
+    """Tokens up to and including the first EOS; later tokens are padding, whatever their ids."""
     return next((place + 1 for place, token in enumerate(ids) if token in eos_ids), len(ids))
 
 
 def _known_logprobs(row: Sequence[float | None] | None, tokens: int) -> list[float]:
     if row is not None and len(row) != tokens:
         raise RunStopped(
-            f"the sampler gave {len(row)} log-probs for a completion of {tokens} tokens; expected one a token"
+            f"the sampler returned {len(row)} log-probs for a completion of {tokens} tokens; expected one per token. "
+            "Correct the sampler or use another one"
         )
     return [math.nan if value is None else value for value in (row if row is not None else [None] * tokens)]

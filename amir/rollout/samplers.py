@@ -1,4 +1,4 @@
-"""The sampler that a run's configuration names: `generate`, `paged`, or a server in one of its dialects."""
+"""Creates the sampler of a run: `generate`, `paged`, or `server` in one of its dialects."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from .rollout import Sampler
 
 
 def make_sampler(config: RunConfig, policy: Policy, folder: Path, say: Callable[[str], None]) -> Sampler:
-    """The run's sampler; a server reads adapters from `folder`, and `say` reports when it is down."""
+    """The sampler that `config.sampler` names; a server reads adapters from `folder`; `say` reports when it is down."""
     if isinstance(config.sampler, ServerSampling):
         return _server(config, config.sampler, policy, folder, say)
     if isinstance(config.sampler, PagedSampling):
@@ -38,5 +38,8 @@ def _server(
         else:
             dialect = Vllm(policy, client, config)
     except RequestRefused as refused:
-        raise ConfigError(f"sampler.url = {settings.url!r}: the server refuses: {refused}") from None
+        raise ConfigError(
+            f"sampler.url = {settings.url!r}: the server refuses requests ({refused}); check the address, and the "
+            "key in sampler.api_key_env"
+        ) from None
     return Server(policy, settings, client, dialect, folder)

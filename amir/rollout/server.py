@@ -1,8 +1,8 @@
-"""Sampling by an OpenAI-compatible server, which gets the adapter after each update and must prove that it has it.
+"""The sampler `server`: an OpenAI-compatible server, which gets the adapter after each update.
 
-An adapter is named by its content, so a server never answers with other weights under a known name. A server that was
-restarted does not know the name, and the adapter is pushed again. What differs between servers is in a dialect:
-`vllm.py`, `transformers_serve.py`.
+An adapter is named by a digest of its content, so a name never refers to other weights. A restarted server does not
+know the name, and the adapter is pushed again. After each push, some log-probs of the server are compared with the
+trainer's. The differences between servers are in the dialects: `vllm.py`, `transformers_serve.py`.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ from .rollout import Rollout, make_rollout
 PROBED_PROMPTS = 4
 
 CHANGED, LEAST_SHARE = 0.05, 0.1
-"""Once the trainer's probed log-probs have changed by 0.05 nats, the server's must have changed by a tenth of that."""
+"""If the trainer's probed log-probs change by more than 0.05 nats, the server's must change by a tenth of that."""
 
 PUSHES = 3
-"""Times that an adapter is pushed for one rollout before a server that keeps forgetting it ends the run."""
+"""How often an adapter is pushed for one rollout before the run ends because the server loses it."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled completion: its tokens, the server's log-probs of them (nats; None where it gives none)."""
+    """A sampled completion: its tokens, and the server's log-probs of them in nats (None if it returns none)."""
 
     ids: list[int]
     logprobs: list[float] | None
@@ -44,26 +44,26 @@ class Completion:
 
 
 Probe = dict[Any, tuple[float, float]]
-"""Log-probs in nats by what they are of: the server's and the trainer's."""
+"""The server's and the trainer's log-prob in nats, by prompt and token or by answer."""
 
 
 class Dialect(Protocol):
-    """How one kind of server is spoken to."""
+    """The requests of one kind of server."""
 
     concurrent: bool
-    """several requests at once change nothing in their answers"""
+    """whether the answers do not depend on concurrent requests"""
 
     def load(self, name: str, folder: Path) -> None:
-        """Makes the server take the adapter in `folder`, and sample from it from now on."""
+        """Loads the adapter in `folder` into the server; later requests sample from it."""
 
     def unload(self, name: str, folder: Path) -> None:
-        """Makes it forget an adapter."""
+        """Unloads an adapter from the server."""
 
     def complete(self, prompt: list[int], count: int, max_new_tokens: int, seed: int) -> list[Completion]:
-        """`count` completions of a prompt. AdapterUnknown where the server does not know the adapter."""
+        """`count` completions of a prompt. AdapterUnknown if the server does not have the adapter."""
 
     def probe(self, prompts: list[list[int]]) -> Probe:
-        """A few log-probs, as the server and as the trainer computes them."""
+        """A few log-probs, each computed by the server and by the trainer."""
 
 
 class Server:
@@ -79,7 +79,7 @@ class Server:
         self._known: Probe = {}
 
     def sample(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
-        """See `Sampler`. RunStopped where the server stays down or keeps other weights than the policy's."""
+        """See `Sampler`. RunStopped if the server stays down or has other weights than the policy."""
         self._probed = self._probed or prompts[:PROBED_PROMPTS]
         for _ in range(PUSHES):
             try:
@@ -88,8 +88,14 @@ class Server:
             except AdapterUnknown:
                 self._served = None
             except RequestRefused as refused:
-                raise RunStopped(f"sampler server: {self._settings.url} refuses: {refused}") from None
-        raise RunStopped(f"sampler server: {self._settings.url} forgot the adapter {PUSHES} times in one rollout")
+                raise RunStopped(
+                    f"sampler.url = {self._settings.url!r}: the server refuses a request ({refused}); correct the "
+                    "server's settings, then resume the run"
+                ) from None
+        raise RunStopped(
+            f"sampler.url = {self._settings.url!r}: the server lost the adapter {PUSHES} times in one rollout; see the "
+            "server's log, then resume the run"
+        )
 
     def _rollout(self, prompts: list[list[int]], group_size: int, max_new_tokens: int, seed: int) -> Rollout:
         def complete(place: int) -> list[Completion]:
@@ -108,7 +114,7 @@ class Server:
         )
 
     def _push(self) -> None:
-        """Hands the server the policy's adapter, unless it has it, and checks that it arrived."""
+        """Pushes the policy's adapter to the server unless it has it, and checks that the server uses it."""
         name = f"amir-{_digest(self._policy.trainable())}-{os.getpid()}"
         if name == self._served:
             return
@@ -124,30 +130,32 @@ class Server:
         self._served = name
 
     def _check_arrival(self) -> None:
-        """RunStopped where the server's log-probs are far from the trainer's, or did not change when those did."""
+        """RunStopped if the server's log-probs are far from the trainer's, or did not change when those did."""
         probe = self._dialect.probe(self._probed)
         weights = [math.exp(trainer) for _, trainer in probe.values()]
         weighted = [w * abs(server - trainer) for w, (server, trainer) in zip(weights, probe.values(), strict=True)]
         distance = sum(weighted) / max(sum(weights), 1e-30)
         if distance > self._settings.tolerance:
             raise RunStopped(
-                f"sampler server: its log-probs are {distance:.3f} nats from the trainer's (mean of {len(probe)} by "
-                f"probability), expected at most sampler.tolerance = {self._settings.tolerance}: it has other weights, "
-                "another dtype, or (vLLM) was started without --logprobs-mode processed_logprobs"
+                f"sampler.url = {self._settings.url!r}: the server's log-probs differ from the trainer's by "
+                f"{distance:.3f} nats (mean of {len(probe)}, weighted by probability); expected at most "
+                f"sampler.tolerance = {self._settings.tolerance}. Check its weights and dtype, and start vLLM with "
+                "--logprobs-mode processed_logprobs"
             )
         shared = probe.keys() & self._known.keys()
         change_there, change_here = (_mean(abs(probe[key][i] - self._known[key][i]) for key in shared) for i in (0, 1))
         if change_here > CHANGED and change_there < LEAST_SHARE * change_here:
             raise RunStopped(
-                f"sampler server: its log-probs changed by {change_there:.4f} nats while the trainer's changed by "
-                f"{change_here:.4f}: it still samples from older weights; restart it, then add --resume"
+                f"sampler.url = {self._settings.url!r}: the server's log-probs changed by {change_there:.4f} nats "
+                f"while the trainer's changed by {change_here:.4f}, so it still samples from older weights; restart "
+                "it, then resume the run"
             )
         if change_here > CHANGED or not shared:
             self._known = probe
 
 
 def _digest(named: dict[str, Tensor]) -> str:
-    """Names the adapter by its content."""
+    """A digest of the adapter's content, for its name."""
     digest = hashlib.sha256()
     for name, parameter in named.items():
         digest.update(name.encode())

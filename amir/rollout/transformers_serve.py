@@ -1,8 +1,8 @@
-"""The dialect of `transformers serve`: text both ways, one completion a request, no log-probs, models loaded by path.
+"""The dialect of `transformers serve`: text both ways, one completion per request, no log-probs, models loaded by path.
 
-The server reads an adapter from a folder that also links the base model's files, so base weights lie on disk once. It
-streams a piece of text a token; a completion whose own tokens give other pieces is not what was sampled, and unusable.
-For trying things out: the requests of a rollout follow one another, since the server seeds itself for each.
+The server reads an adapter from a folder that also has links to the base model's files. It streams one piece of text
+per token; if tokenizing the completion gives other pieces, its sampled tokens are unknown and it is unusable. The
+requests of a rollout are sent one after the other, because the server seeds itself for each, so this dialect is slow.
 """
 
 import json
@@ -31,7 +31,7 @@ QUESTION = {
         }
     },
 }
-"""What the server's decision endpoint answers with probabilities: the only ones it gives."""
+"""A question for the server's decision endpoint, the only one that returns probabilities."""
 
 
 class TransformersServe:
@@ -52,13 +52,16 @@ class TransformersServe:
             if not (folder / file.name).exists():
                 (folder / file.name).symlink_to(file.resolve())
         self._path = str(folder)
-        self._client.post("/reset", {})  # it unloads nothing by itself for minutes
+        self._client.post("/reset", {})  # otherwise the server keeps earlier models for minutes
         events = self._client.events("/load_model", {"model": self._path})
         if not any(event["status"] == "ready" for event in events):
-            raise ConfigError(f"sampler server: it did not load {self._path}: {events}")
+            raise ConfigError(
+                f"sampler.adapter_dir: the server did not load {self._path} ({events!r:.300}); expected a folder "
+                "that both machines see under one path"
+            )
 
     def unload(self, name: str, folder: Path) -> None:
-        """See `Dialect`: loading another has done so."""
+        """See `Dialect`. Does nothing, because loading another adapter unloads this one."""
 
     def complete(self, prompt: list[int], count: int, max_new_tokens: int, seed: int) -> list[Completion]:
         """See `Dialect`."""
@@ -67,12 +70,12 @@ class TransformersServe:
         return [self._one(text, max_new_tokens, seeds.getrandbits(31)) for _ in range(count)]
 
     def probe(self, prompts: list[list[int]]) -> Probe:
-        """See `Dialect`: how the weights answer a question, by the server's decision endpoint and by the same here."""
+        """See `Dialect`: the probabilities of answers to a question, by the decision endpoint and computed here."""
         there = self._client.post("/v1/systemone", {"model": self._path, **QUESTION})
         decide = pipeline("decision", self._policy.base, tokenizer=self._policy.tokenizer, device=self._policy.device)
         here = decide(QUESTION)
-        found = [answers["probe"]["probabilities"] for answers in (there["answers"], here)]
-        return {option: (math.log(found[0][option]), math.log(found[1][option])) for option in found[1]}
+        server, trainer = (answers["probe"]["probabilities"] for answers in (there["answers"], here))
+        return {option: (math.log(server[option]), math.log(trainer[option])) for option in trainer}
 
     def _as_text(self, prompt: list[int]) -> str:
         tokenizer = self._policy.tokenizer
@@ -80,17 +83,20 @@ class TransformersServe:
         for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
             if tokenizer(candidate)["input_ids"] == prompt:
                 return candidate
-        raise ConfigError(f"sampler server: the prompt {text!r} has other tokens when it is read as text; use 'vllm'")
+        raise ConfigError(
+            f"sampler.dialect = 'transformers': the prompt {text!r:.60} has other tokens when it is tokenized again; "
+            "use vLLM with dialect 'vllm'"
+        )
 
     def _one(self, text: str, max_new_tokens: int, seed: int) -> Completion:
-        wanted = generation_config(self._policy, max_new_tokens)
-        wanted.eos_token_id = [self._policy.tokenizer.eos_token_id]  # which of several it was, text does not tell
+        generation = generation_config(self._policy, max_new_tokens)
+        generation.eos_token_id = [self._policy.tokenizer.eos_token_id]  # text does not show which of several it was
         body = {
             "model": self._path,
             "prompt": text,
             "seed": seed,
             "stream": True,
-            "generation_config": json.dumps(wanted.to_diff_dict()),
+            "generation_config": json.dumps(generation.to_diff_dict()),
         }
         *events, last = self._client.events("/v1/completions", body)
         pieces = [event["choices"][0]["text"] for event in events]

@@ -1,8 +1,8 @@
 """vLLM's dialect: token ids both ways, log-probs of the sampled tokens, adapters loaded by name at run time.
 
 The server needs `--enable-lora`, `--max-lora-rank` of at least `lora.r`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its
-environment, `--logprobs-mode processed_logprobs` (else its log-probs are those at temperature 1), and must see the
-folder that adapters are pushed through.
+environment, `--logprobs-mode processed_logprobs` (otherwise its log-probs are those at temperature 1), and read access
+to `sampler.adapter_dir`.
 """
 
 import math
@@ -19,18 +19,18 @@ from .http_client import Client
 from .server import Completion, Probe
 
 TOKEN = "token_id:"
-"""How vLLM writes a token under `return_tokens_as_token_ids`."""
+"""vLLM's prefix of a token with `return_tokens_as_token_ids`."""
 
 NO_LOGPROB = -9999.0
-"""What vLLM writes for minus infinity, which JSON does not have."""
+"""vLLM's value for minus infinity, which JSON does not have."""
 
 CANDIDATES = 5
 
 REJECTED = "Call to add_lora method failed"
-"""In its answer of status 500 to an adapter that the engine cannot take: too high a rank, or no `--enable-lora`."""
+"""Part of the answer of status 500 if the engine cannot load an adapter: too high a rank, or no `--enable-lora`."""
 
 UNSEEN = "No adapter found"
-"""In its answer of status 404 where the folder holds no adapter; any other 404 is that of a missing endpoint."""
+"""Part of the answer of status 404 if the folder has no adapter; any other 404 means that the endpoint is missing."""
 
 
 class Vllm:
@@ -44,12 +44,15 @@ class Vllm:
         self._policy, self._client, self._name = policy, client, base
         served = {model["id"]: model.get("max_model_len") for model in client.get("/v1/models")["data"]}
         if base not in served:
-            raise ConfigError(f"sampler.model = {base!r}: {url} serves {', '.join(served)}; expected the base's name")
-        room, longest = served[base], config.max_prompt_length + config.max_completion_length
-        if room is not None and room < longest:
             raise ConfigError(
-                f"max_prompt_length + max_completion_length = {longest}: {url} has room for {room} tokens and would "
-                f"cut completions short; expected at most that, or vLLM started with --max-model-len {longest}"
+                f"sampler.model = {base!r}: the server {url} has the models {', '.join(served)}; set sampler.model "
+                "to the name of the base model there"
+            )
+        context, longest = served[base], config.max_prompt_length + config.max_completion_length
+        if context is not None and context < longest:
+            raise ConfigError(
+                f"max_prompt_length + max_completion_length = {longest}: the context of {url} is {context} tokens, "
+                f"so it would cut completions; lower one of the two, or start vLLM with --max-model-len {longest}"
             )
 
     def load(self, name: str, folder: Path) -> None:
@@ -64,12 +67,12 @@ class Vllm:
                     raise
                 if UNSEEN in str(refused):
                     raise ConfigError(
-                        f"sampler.adapter_dir: the server finds no adapter in {folder} ({refused}); expected a folder "
-                        "that both machines see under one path"
+                        f"sampler.adapter_dir: the server finds no adapter in {folder} ({refused}); set adapter_dir "
+                        "to a folder that both machines see under one path"
                     ) from None
                 raise ConfigError(
-                    f"sampler server: no /v1/load_lora_adapter there ({refused}); start vLLM with --enable-lora and "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                    f"sampler.url: the server has no endpoint /v1/load_lora_adapter ({refused}); start vLLM with "
+                    "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
                 ) from None
         self._name = name
 
@@ -83,26 +86,26 @@ class Vllm:
 
     def complete(self, prompt: list[int], count: int, max_new_tokens: int, seed: int) -> list[Completion]:
         """See `Dialect`."""
-        answer = self._ask(prompt, n=count, max_tokens=max_new_tokens, seed=seed, logprobs=0)
+        answer = self._request(prompt, n=count, max_tokens=max_new_tokens, seed=seed, logprobs=0)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != count:
-            raise RequestRefused(200, f"{len(choices)} choices came back, {count} were asked for")
+            raise RequestRefused(200, f"the answer has {len(choices)} completions; expected {count}")
         return [self._completion(choice, max_new_tokens) for choice in choices]
 
     def probe(self, prompts: list[list[int]]) -> Probe:
-        """See `Dialect`: the likeliest first tokens of a few prompts."""
-        found: Probe = {}
+        """See `Dialect`: the most likely first tokens of a few prompts."""
+        probe: Probe = {}
         for place, prompt in enumerate(prompts):
-            answer = self._ask(prompt, n=1, max_tokens=1, seed=0, logprobs=CANDIDATES)
+            answer = self._request(prompt, n=1, max_tokens=1, seed=0, logprobs=CANDIDATES)
             there = {_token(name): value for name, value in answer["choices"][0]["logprobs"]["top_logprobs"][0].items()}
             tokens = pad_tokens([prompt], [[token] for token in there], self._policy.pad_id, self._policy.device)
             with torch.no_grad():
                 here = self._policy.logprobs(tokens)[:, 0].tolist()
-            found |= {(place, token): (there[token], value) for token, value in zip(there, here, strict=True)}
-        return found
+            probe |= {(place, token): (there[token], value) for token, value in zip(there, here, strict=True)}
+        return probe
 
-    def _ask(self, prompt: list[int], **wanted: Any) -> Any:
-        """The policy's own distribution: every filter and penalty that a server may have as its default is off."""
+    def _request(self, prompt: list[int], **options: Any) -> Any:
+        """Requests completions of the unfiltered distribution: every default filter and penalty of a server is off."""
         body = {
             "model": self._name,
             "prompt": prompt,
@@ -115,7 +118,7 @@ class Vllm:
             "frequency_penalty": 0.0,
             "stop_token_ids": self._policy.eos_ids,
             "return_tokens_as_token_ids": True,
-            **wanted,
+            **options,
         }
         try:
             return self._client.post("/v1/completions", body)
@@ -126,19 +129,22 @@ class Vllm:
 
     def _completion(self, choice: dict[str, Any], max_new_tokens: int) -> Completion:
         ids = [_token(name) for name in choice["logprobs"]["tokens"]]
-        given = choice["logprobs"]["token_logprobs"]
+        logprobs = choice["logprobs"]["token_logprobs"]
         at_length = choice["finish_reason"] == "length" and len(ids) == max_new_tokens
         ended = bool(ids) and (ids[-1] in self._policy.eos_ids or at_length)
-        if not ended or len(ids) > max_new_tokens or len(ids) != len(given):
-            came = f"{len(ids)} tokens, {len(given)} log-probs, finish_reason {choice['finish_reason']!r}"
-            wanted = (
-                f"1 to {max_new_tokens}, each with its log-prob, ended by that length or one of {self._policy.eos_ids}"
+        if not ended or len(ids) > max_new_tokens or len(ids) != len(logprobs):
+            raise RequestRefused(
+                200,
+                f"a completion of {len(ids)} tokens with {len(logprobs)} log-probs and finish_reason "
+                f"{choice['finish_reason']!r}; expected 1 to {max_new_tokens} tokens, each with its log-prob, and "
+                f"the end at that length or at one of the tokens {self._policy.eos_ids}",
             )
-            raise RequestRefused(200, f"a completion of {came}; expected {wanted}")
-        return Completion(ids, [math.nan if v is None or v <= NO_LOGPROB else v for v in given])
+        return Completion(ids, [math.nan if v is None or v <= NO_LOGPROB else v for v in logprobs])
 
 
 def _token(name: str) -> int:
     if not name.startswith(TOKEN):
-        raise RequestRefused(200, f"token {name!r}: expected {TOKEN}N; the server ignores return_tokens_as_token_ids")
+        raise RequestRefused(
+            200, f"token {name!r}: expected {TOKEN}N, so the server ignores return_tokens_as_token_ids; update vLLM"
+        )
     return int(name.removeprefix(TOKEN))

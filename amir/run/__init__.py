@@ -1,1 +1,1 @@
-"""A run: its folder, its metrics, its display."""
+"""A run: its directory, its metrics, its display."""

@@ -1,13 +1,13 @@
-"""A run's folder: configuration, metrics, completions, checkpoints. Nothing in it is overwritten or lost.
+"""The run directory: configuration, metrics, completions, checkpoints. No record in it is overwritten or lost.
 
 config.yaml        the resolved configuration
-metrics.jsonl      a line a step
-evaluations.jsonl  a line an evaluation
-completions/       every sampled completion with its rewards, a file a step
+metrics.jsonl      one line per step
+evaluations.jsonl  one line per evaluation
+completions/       every sampled completion with its rewards, one file per step
 checkpoints/       step-N folders
 tensorboard/       the metrics for TensorBoard
 log.txt            the messages of the run, dated
-superseded/        records of steps after a checkpoint that a resumed run repeated
+superseded/        records of steps that a resumed run repeated
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from ..errors import ConfigError, RunDirectoryLost
 
 
 class RunDirectory:
-    """Opens (and locks) a run's folder; `resume` continues in one that exists, otherwise it must be new.
+    """Opens and locks a run directory; with `resume` it must have a run, otherwise it must not.
 
-    A run that never starts leaves nothing: messages are written, and the folder is kept, from `start` on.
+    Messages are written, and the folder is kept, only after `start`: a run that never starts leaves nothing.
     """
 
     def __init__(self, path: Path, config: RunConfig, *, resume: bool = False) -> None:
@@ -55,7 +55,7 @@ class RunDirectory:
             ) from None
 
     def start(self) -> None:
-        """Makes it a run's folder: from now on it holds its config, and starting anew in it is refused."""
+        """Writes config.yaml; from now on a new run in this folder is refused."""
         (self.path / "completions").mkdir(exist_ok=True)
         write_atomically(self.path / "config.yaml", config_yaml(self._config))
         self._started = True
@@ -68,9 +68,9 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Moves what was recorded after `step` (all of it for 0) to superseded/, to be recorded again.
+        """Moves the records after `step` (all records for step 0) to superseded/; the run records those steps again.
 
-        Returns the rows of metrics.jsonl that stay.
+        Returns the remaining rows of metrics.jsonl.
         """
 
         def late(recorded: int) -> bool:
@@ -91,7 +91,7 @@ class RunDirectory:
         return _rows(self.path / "metrics.jsonl")
 
     def record(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl or evaluations.jsonl, on disk before this returns."""
+        """Appends a line to metrics.jsonl or evaluations.jsonl and forces it to disk."""
         self._check_exists()
         path = self.path / f"{name}.jsonl"
         with _named(path), path.open("a", encoding="utf-8") as file:
@@ -100,12 +100,12 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def record_completions(self, kind: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes completions/KIND-STEP.jsonl, a line a completion."""
+        """Writes completions/KIND-STEP.jsonl, one line per completion."""
         self._check_exists()
         _write_lines(self.path / "completions" / f"{kind}-{step:06d}.jsonl", rows)
 
     def log(self, text: str) -> None:
-        """Appends a dated line to log.txt, once the run has started."""
+        """Appends a dated line to log.txt; lines from before the start are written at the start."""
         if not self._started:
             self._unwritten.append(text)
             return
@@ -114,11 +114,11 @@ class RunDirectory:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _check_exists(self) -> None:
-        """RunDirectoryLost where the run's folder is no longer at its path: it is not created again."""
+        """RunDirectoryLost if the run directory is no longer at its path; it is not created again."""
         if self._started and not (self.path / "config.yaml").exists():
             raise RunDirectoryLost(
-                f"{self.path}: the run's folder was deleted or moved. Move it back and add --resume to the same "
-                "command; if it is gone, the same command starts from step 1"
+                f"{self.path}: the run directory was deleted or moved. Move it back and add --resume to the same "
+                "command; if it is gone, the same command starts again from step 1"
             )
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ class RunDirectory:
             self._check_exists()
 
     def close(self) -> None:
-        """Releases the lock; removes the folder where the run never started and this object created it."""
+        """Releases the lock; removes the folder if the run never started and this object created it."""
         if not self._started:
             (self.path / ".lock").unlink(missing_ok=True)
         self._lock.release()
@@ -143,7 +143,7 @@ class RunDirectory:
 
 
 class ReadOnlyRunDirectory(RunDirectory):
-    """A run's folder for ranks that are not the first: they read checkpoints and write nothing."""
+    """The run directory on ranks that are not the first: they read checkpoints and write nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,7 +170,7 @@ class ReadOnlyRunDirectory(RunDirectory):
 
 
 def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
-    """`output_dir`, else runs/NAME, numbered on where that holds a run already; resuming takes the latest of them."""
+    """`output_dir`, or the first runs/NAME, runs/NAME-2, ... without a run; with `resume`, the last one with a run."""
     if config.output_dir is not None:
         return Path(config.output_dir).expanduser()
     first = Path("runs") / name
@@ -181,7 +181,7 @@ def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a temporary file, then renames it: a reader sees the old text or the new one, never a part."""
+    """Writes a temporary file, then renames it: a reader sees the old or the new text, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with _named(path), temporary.open("w", encoding="utf-8") as file:
@@ -193,7 +193,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Gives an OSError of a write (a full disk's, say) the name of the file that could not be written."""
+    """Adds the file's name to an OSError of a write, for instance of a full disk, that does not have it."""
     try:
         yield
     except OSError as error:
@@ -206,13 +206,13 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _json_line(row: dict[str, Any]) -> str:
-    """A row as a line of JSON, which knows neither NaN nor infinity: those become null."""
+    """A row as a line of JSON, which has neither NaN nor infinity: they become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of the complete lines; a last line that a crash cut short is left out."""
+    """The rows of the complete lines; an incomplete last line, which a crash can leave, is ignored."""
     text = path.read_bytes() if path.exists() else b""
     rows = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), start=1):
@@ -222,7 +222,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}, line {number}: not JSON ({error}); correct or remove the line") from None
         if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("step"), int):
             raise ConfigError(
-                f"{path}, line {number}: an object with an integer 'step' is expected; correct or remove the line"
+                f"{path}, line {number}: expected an object with an integer 'step', got {rows[-1]!r:.60}; "
+                "correct or remove the line"
             )
     return rows
 
@@ -232,18 +233,15 @@ MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activati
 MAY_CHANGE |= {"rewards.timeout_seconds"}
 MAY_CHANGE |= {f"sampler.{key}" for kind in (PagedSampling, ServerSampling) for key in kind.model_fields}
 MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
-"""Settings that a resumed run may change: its length, time limits, what it saves and shows, what fits into memory.
-
-A change of any other would make it a different run.
-"""
+"""Settings that a resumed run may change: length, time limits, saving, evaluation and memory. Others define the run."""
 
 
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
-    """Refuses a folder that cannot be written, holds a run, or holds none to resume; writes nothing."""
+    """ConfigError if the folder cannot be written to, or has a run, or with `resume` has none. Writes nothing."""
     try:
         standing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
     except OSError as error:
-        raise ConfigError(f"output_dir = {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(f"output_dir = {str(path)!r}: {error.strerror}; name another output_dir") from None
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(
             f"output_dir = {str(path)!r}: {str(standing)!r} is not a writable folder; name another output_dir"
@@ -251,11 +249,11 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     if not resume:
         if (path / "config.yaml").exists():
             raise ConfigError(
-                f"output_dir = {str(path)!r}: it holds a run; add --resume to continue it, or name another folder"
+                f"output_dir = {str(path)!r}: it already has a run; add --resume to continue it, or name another folder"
             )
         return
     if not (path / "config.yaml").exists():
-        raise ConfigError(f"output_dir = {str(path)!r}: it holds no run to resume; leave out --resume to start one")
+        raise ConfigError(f"output_dir = {str(path)!r}: it has no run to resume; leave out --resume to start one")
     try:
         saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
     except OSError as error:
@@ -275,7 +273,7 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two configs differ: the setting's dotted name and both values. A list's entries bear the list's name."""
+    """The differences of two configurations: dotted name and both values; list entries have the name of the list."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in now | before:
             yield from _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)

@@ -1,4 +1,4 @@
-"""Live progress in the terminal, and the picture of a run's curves."""
+"""Progress in the terminal, TensorBoard's file, and the plot of a run's curves."""
 
 import contextlib
 import json
@@ -30,16 +30,16 @@ class Display(Protocol):
     """Where progress is shown."""
 
     def begin(self, finished_steps: int) -> None:
-        """The run starts after so many steps of earlier processes."""
+        """The run starts, after `finished_steps` steps of earlier processes."""
 
     def phase(self, name: str) -> None:
-        """The step has entered a phase: sampling, rewarding, the training pass."""
+        """The step enters a phase: sampling, rewarding, the training pass."""
 
     def progress(self, done: int, total: int) -> None:
-        """So many of the phase's parts are done."""
+        """`done` of the `total` micro-batches of the phase are done."""
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """A step is finished; its metrics."""
+        """A step is finished and has these metrics."""
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -71,17 +71,17 @@ class NullDisplay:
 
 
 class _Output(Console):
-    """The terminal, or what the output was sent to."""
+    """The terminal, or the file or program that reads the output."""
 
     def on_broken_pipe(self) -> None:
-        """RunStopped, where rich would exit without a message."""
+        """RunStopped; rich itself would exit without a message."""
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()
-        raise RunStopped("the program that read this output has closed the pipe")
+        raise RunStopped("the program that reads this output closed the pipe; expected one that reads to the end")
 
 
 class Terminal:
-    """A progress bar under a line a step; the lines alone where the output is no terminal."""
+    """A progress bar below one line per step; only the lines if the output is not a terminal."""
 
     def __init__(self, total_steps: int, tensorboard: Path, log: Callable[[str], None]) -> None:
         self.console = _Output()
@@ -104,7 +104,7 @@ class Terminal:
         self._progress.stop()
 
     def begin(self, finished_steps: int) -> None:
-        """Starts the bar and TensorBoard's file after the steps that are done."""
+        """Starts the progress bar and TensorBoard's file after `finished_steps`."""
         self._first_step, self._began = finished_steps, time.monotonic()
         self._progress.update(self._task, completed=finished_steps)
         first = finished_steps + 1  # TensorBoard drops what earlier files have from this step on
@@ -112,16 +112,16 @@ class Terminal:
         self._append(Event(step=first, file_version="brain.Event:2"), restart)
 
     def phase(self, name: str) -> None:
-        """Shows beside the bar what the step is doing."""
+        """Shows the phase of the step beside the bar."""
         self._phase = name
         self._progress.update(self._task, description=name)
 
     def progress(self, done: int, total: int) -> None:
-        """Shows beside the bar how many micro-batches of the phase are done."""
+        """Shows the current micro-batch beside the bar."""
         self._progress.update(self._task, description=f"{self._phase}, micro-batch {done + 1}/{total}")
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Shows one step and adds it to TensorBoard."""
+        """Shows the line of a step and writes its metrics to TensorBoard's file."""
         shares = {"reward": metrics["reward"], "success": metrics["success"], "equal": metrics["zero_variance_share"]}
         shown = "  ".join(f"{name} {value:.2f}" for name, value in shares.items() if value is not None)
         summary = (
@@ -136,7 +136,7 @@ class Terminal:
         self._append(Event(step=metrics["step"], summary=Summary(value=values)))
 
     def _time_left(self, step: int) -> str:
-        """Of the whole run, at the pace of this process's steps so far, evaluations and checkpoints included."""
+        """Time left to the last step, at the mean pace of this process, evaluations and checkpoints included."""
         pace = (time.monotonic() - self._began) / max(step - self._first_step, 1)
         return f"{timedelta(seconds=round(pace * (self._total - step)))} left" if step < self._total else ""
 
@@ -145,7 +145,7 @@ class Terminal:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _append(self, *events: Event) -> None:
-        """Adds to TensorBoard's file. Where it cannot be written, the run says so once and continues."""
+        """Appends to TensorBoard's file. If it cannot be written, the run reports it once and continues."""
         if self._events is None:
             return
         try:
@@ -156,7 +156,7 @@ class Terminal:
                     RecordWriter(file).write(event.SerializeToString())
         except OSError as error:
             reason = f"cannot be written ({error.strerror})"
-            text = f"{self._events}: {reason}; the run continues, and metrics.jsonl has every value"
+            text = f"{self._events}: {reason}; the run continues without TensorBoard, and metrics.jsonl has every value"
             self._events = None
             self._log(text)
             self.say(text)
@@ -166,7 +166,7 @@ CURVES = ("pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_
 
 
 def draw_curves(run: Path) -> Path:
-    """Draws the run's curves from metrics.jsonl and evaluations.jsonl into curves.png; returns its path."""
+    """Plots metrics.jsonl and evaluations.jsonl as curves.png; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""What a step reports: names, units and how each is formed.
+"""The metrics of a step: names, units and formulas.
 
-Everything but times, memory, the gradient's norm and the learning rate is formed from sums and counts (`batch_sums` and
-those of the loss), which add over micro-batches and over ranks.
+All metrics except times, memory, the gradient's norm and the learning rate are computed from sums and counts
+(`batch_sums` and those of the loss), which are added over micro-batches and ranks.
 """
 
 import math
@@ -24,55 +24,55 @@ from ..update.optimizer import learning_rate
 METRICS = {
     "step": "optimizer steps so far; with num_iterations > 1, batches so far",
     "reward": "mean reward of the scored completions, the weighted sum of the functions",
-    "success": "share of sampled completions whose answer is right; blank without the correctness reward",
+    "success": "share of sampled completions whose answer is right; null without the correctness reward",
     "reward_std": "standard deviation of the rewards",
     "unscored_share": "share of completions that no reward function scored",
-    "reward_timeouts": "calls of reward functions and answers ended unfinished, since the process began",
-    "loss": "policy loss + lambda_reg * preference loss, dead rows counted in every divisor",
-    "preference_loss": "-J_pref: mean over pairs of -log sigmoid(z); blank without pairs",
+    "reward_timeouts": "reward calls and answer comparisons that reached their time limit since the process started",
+    "loss": "policy loss + lambda_reg * preference loss; zero-gradient rows count in every divisor",
+    "preference_loss": "-J_pref: mean over pairs of -log sigmoid(z); null without pairs",
     "grad_norm": "norm of the trained parameters' gradient before clipping",
-    "policy_grad_norm": "norm of the policy term's gradient by token log-probs, not by the trained parameters",
-    "pair_grad_norm": "the same of the pair term, lambda_reg included",
+    "policy_grad_norm": "norm of the policy term's gradient with respect to token log-probs, not trained parameters",
+    "pair_grad_norm": "the same for the pair term, lambda_reg included",
     "pair_grad_share": "pair_grad_norm / (pair_grad_norm + policy_grad_norm)",
-    "policy_parameter_grad_norm": "norm of the policy term's gradient by the trained parameters, before clipping; in "
-    "every `term_gradient_steps`-th step, else blank",
-    "pair_parameter_grad_norm": "the same of the pair term, lambda_reg included",
+    "policy_parameter_grad_norm": "norm of the policy term's gradient with respect to the trained parameters, before "
+    "clipping; in every `term_gradient_steps`-th step, otherwise null",
+    "pair_parameter_grad_norm": "the same for the pair term, lambda_reg included",
     "learning_rate": "learning rate of this step",
-    "pairs": "preference pairs formed, all groups",
+    "pairs": "preference pairs of all groups",
     "pair_accuracy": "share of pairs whose better completion has the higher log-ratio",
     "chosen_logprob": "mean over pairs of the better completion's mean token log-prob when sampled, nats",
-    "rejected_logprob": "the same of the worse completion",
-    "zero_variance_share": "share of groups without any advantage: their rewards are all equal",
-    "groups_sampled": "groups sampled for the step, those that dynamic sampling replaced included",
-    "sampling_rounds": "rounds of sampling, more than one with dynamic sampling",
-    "unusable_share": "share of sampled completions that a server's text does not give back token by token",
-    "zero_gradient_share": "share of completions that skipped the training forward since their gradient is zero",
+    "rejected_logprob": "the same for the worse completion",
+    "zero_variance_share": "share of groups whose rewards are all equal, so that every advantage is 0",
+    "groups_sampled": "groups sampled for the step, including those that dynamic sampling replaced",
+    "sampling_rounds": "rounds of sampling; more than one only with dynamic sampling",
+    "unusable_share": "share of sampled completions whose tokens cannot be recovered from a server's text",
+    "zero_gradient_share": "share of completions that skipped the training forward because their gradient is zero",
     "truncated_share": "share of completions that reached max_completion_length without EOS",
     "completion_tokens": "mean tokens of a completion, EOS included",
     "right_tokens": "mean tokens of completions whose answer is right",
     "wrong_tokens": "mean tokens of completions whose answer is wrong",
-    "tokens_trained": "completion tokens in the loss of this step, last inner iteration",
-    "tokens_computed": "tokens that their training forward put through the model, prompts and padding included",
-    "clip_share": "share of trained tokens whose ratio was clipped, low or high",
+    "tokens_trained": "completion tokens in the loss of this step, in the last of num_iterations",
+    "tokens_computed": "tokens computed by the model in their training forward, prompts and padding included",
+    "clip_share": "share of trained tokens whose ratio was clipped, from below or above",
     "clip_low_share": "share of trained tokens whose ratio was clipped from below",
     "clip_high_share": "share of trained tokens whose ratio was clipped from above",
     "ratio": "mean policy ratio over trained tokens",
-    "kl": "mean KL estimate to the reference over trained tokens, nats; where reference log-probs were needed",
-    "entropy": "mean entropy of the next-token distributions over trained tokens, nats; not of zero-gradient rows",
-    "mismatch": "mean |trainer's log-prob - sampler's| over trained tokens, nats; where another engine samples",
-    "mismatch_max": "the largest of them",
-    "effective_sample_share": "(sum c)^2 / (n sum c^2), c = exp(trainer - sampler), by token or as `correction` says",
+    "kl": "mean KL estimate to the reference over trained tokens, nats; null if no reference log-probs were needed",
+    "entropy": "mean entropy of the next-token distributions over trained tokens, nats; without zero-gradient rows",
+    "mismatch": "mean |trainer's log-prob - sampler's| over trained tokens, nats; null if the trainer itself samples",
+    "mismatch_max": "largest |trainer's log-prob - sampler's|, nats",
+    "effective_sample_share": "(sum c)^2 / (n sum c^2), c = exp(trainer - sampler) per token, or at `correction.level`",
     "missing_logprob_share": "share of trained tokens without a log-prob of the sampler; their ratio is 1",
     "corrected_share": "share of the importance weights that `correction` bounded or dropped",
     "tokens_per_second": "completion tokens sampled and trained on, per second of the whole step",
     "step_seconds": "seconds of the step",
-    "rollout_seconds": "seconds spent sampling",
-    "reward_seconds": "seconds spent on the reward functions",
-    "reference_seconds": "seconds spent on advantages, pairs and reference log-probs",
-    "update_seconds": "seconds spent on forward, backward and optimizer",
-    "peak_memory_mb": "peak memory so far, MB (10^6 bytes): allocated on the GPU, else resident in this process",
+    "rollout_seconds": "seconds of sampling",
+    "reward_seconds": "seconds of the reward functions",
+    "reference_seconds": "seconds of advantages, pairs and reference log-probs",
+    "update_seconds": "seconds of forward, backward and optimizer",
+    "peak_memory_mb": "peak memory so far, MB (10^6 bytes): allocated on the GPU, or else resident in this process",
 }
-"""Beside these stands `reward/NAME` for each reward function: its mean over the completions that it scored."""
+"""The metrics and their meanings. Each reward function adds `reward/NAME`, its mean over the completions it scored."""
 
 
 class Clock:
@@ -83,14 +83,14 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Ends the lap that has been running; its time is added to earlier ones of that name."""
+        """Ends the current lap; its time is added to earlier laps of that name."""
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
     @property
     def total(self) -> float:
-        """Seconds from the start to the last lap's end."""
+        """Seconds from the start to the end of the last lap."""
         return self._last - self._began
 
 
@@ -108,7 +108,7 @@ def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
         "reward_square_sum": float(rewards.square().sum()),
         "groups": len(advantages),
         "zero_variance_groups": int((advantages == 0).sum()),
-        "dead": int((~batch.live).sum()),
+        "zero_gradient_rows": int((~batch.live).sum()),
         "truncated": int(batch.truncated.sum()),
         "pairs_formed": float(batch.pairs.total),
     }
@@ -123,20 +123,20 @@ def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
 
 
 def _score_sums(scores: Tensor, lengths: Tensor, config: RunConfig) -> dict[str, float]:
-    """Of `scores` `[B, F]`, a column a reward function, and of the lengths `[B]` of right and wrong answers."""
+    """Sums of `scores` `[B, F]`, by reward function, and of the lengths `[B]` of right and wrong answers."""
     sums: dict[str, float] = {}
-    for reward, given in zip(config.rewards, scores.unbind(1), strict=True):
-        sums[f"reward_sum/{reward.label}"] = float(given.nansum())
-        sums[f"reward_count/{reward.label}"] = int((~given.isnan()).sum())
+    for reward, values in zip(config.rewards, scores.unbind(1), strict=True):
+        sums[f"reward_sum/{reward.label}"] = float(values.nansum())
+        sums[f"reward_count/{reward.label}"] = int((~values.isnan()).sum())
         if reward.name == "correctness":
-            for name, rows in (("right", given == 1), ("wrong", given == 0)):
+            for name, rows in (("right", values == 1), ("wrong", values == 0)):
                 sums[f"{name}_count"] = int(rows.sum())
                 sums[f"{name}_tokens"] = float(lengths[rows].sum())
     return sums
 
 
 def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, clock: Clock) -> dict[str, Any]:
-    """The step's row of metrics.jsonl; `sums` are those of its batch and of its last inner iteration."""
+    """The step's row of metrics.jsonl; `sums` are those of its batch and of the last of its `num_iterations`."""
     total = {name: float(value) for name, value in sums.items()}
     tokens, scored, pairs = (total.get(name, 0.0) for name in ("tokens", "scored", "pairs_formed"))
     completions = total["completions"]
@@ -167,7 +167,7 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "groups_sampled": int(total["groups_sampled"]),
         "sampling_rounds": int(total["sampling_rounds"]),
         "unusable_share": total["unusable"] / (total["groups_sampled"] * config.num_generations),
-        "zero_gradient_share": total["dead"] / completions,
+        "zero_gradient_share": total["zero_gradient_rows"] / completions,
         "truncated_share": total["truncated"] / completions,
         "completion_tokens": total["completion_tokens"] / completions,
         "right_tokens": _ratio(total.get("right_tokens"), total.get("right_count")),
@@ -180,11 +180,11 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
         "ratio": _ratio(total.get("ratio_sum"), tokens),
         "kl": _ratio(total.get("kl_sum"), tokens),
         "entropy": _ratio(total.get("entropy_sum"), tokens),
-        "mismatch": _ratio(total.get("mismatch_sum"), total.get("logprobs_given")),
-        "mismatch_max": total["mismatch_max"] if total.get("logprobs_given") else None,
+        "mismatch": _ratio(total.get("mismatch_sum"), total.get("logprobs_known")),
+        "mismatch_max": total["mismatch_max"] if total.get("logprobs_known") else None,
         "effective_sample_share": _effective_share(total),
         "missing_logprob_share": _ratio(
-            total.get("logprobs_missing"), total.get("logprobs_missing", 0) + total.get("logprobs_given", 0)
+            total.get("logprobs_missing"), total.get("logprobs_missing", 0) + total.get("logprobs_known", 0)
         ),
         "corrected_share": _ratio(total.get("weights_bounded"), total.get("importance_weights")),
         "tokens_per_second": total["completion_tokens"] / clock.total,
@@ -202,9 +202,9 @@ def step_metrics(config: RunConfig, step: int, sums: Sums, grad_norm: Tensor, cl
 
 
 def evaluation_metrics(step: int, rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-    """The row of evaluations.jsonl, from those of its completions, `samples` of each prompt side by side.
+    """The row of evaluations.jsonl, from the rows of its completions; the `samples` of a prompt are consecutive.
 
-    A mean is blank where nothing was scored. pass@k for k = 2, 4, 8, ... up to `samples`; pass@1 is `success`.
+    A mean is null if nothing was scored. pass@k for k = 2, 4, 8, ... up to `samples`; pass@1 is `success`.
     """
     judged = [row["rewards"].get("correctness") for row in rows]
     prompts = [judged[first : first + samples] for first in range(0, len(rows), samples)]
@@ -222,9 +222,9 @@ def evaluation_metrics(step: int, rows: list[dict[str, Any]], samples: int) -> d
 def pass_at_k(prompts: list[list[float | None]], k: int) -> float | None:
     """Mean over prompts of 1 - C(n - c, k) / C(n, k), c of n completions right: unbiased (arXiv 2107.03374).
 
-    Prompts with fewer than k judged completions are left out; None where all are.
+    Prompts with fewer than k scored completions are left out; None if all are.
     """
-    counts = [(len(found), found.count(1.0)) for found in ([s for s in p if s is not None] for p in prompts)]
+    counts = [(len(scores), scores.count(1.0)) for scores in ([s for s in p if s is not None] for p in prompts)]
     passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
     return sum(passed) / len(passed) if passed else None
 

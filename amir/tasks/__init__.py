@@ -1,4 +1,4 @@
-"""Tasks: where examples come from. One file a task; `load_task` turns its settings into a `Task`."""
+"""Tasks: the data of a run, one module per task. `load_task` loads the task that the settings name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
 
 
 def load_task(settings: ArithmeticTask | Gsm8kTask | DatasetTask) -> Task:
-    """The examples of a run's `task`; ConfigError where they cannot be read."""
+    """The examples of a run's `task`; ConfigError if they cannot be read."""
     return TASKS[settings.name](settings)
 
 

@@ -1,13 +1,13 @@
-"""The answer of a completion, found in its text: the last boxed expression, else the last number."""
+"""Extracts the answer from a completion: the last boxed expression, else the last number."""
 
 import re
 from fractions import Fraction
 
 MAX_CHARACTERS = 2000
-"""Only the end of a completion is looked at: an answer stands there, and parsing time grows with length."""
+"""Only the end of a completion is searched, because the answer comes last and parsing time grows with length."""
 
 MAX_DIGITS = 400
-"""Longer digit strings are no answer of any task; Python refuses to convert them beyond 4300 digits."""
+"""Longer digit strings are not read as numbers; Python refuses to convert more than 4,300 digits."""
 
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
@@ -23,7 +23,7 @@ def last_answer(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """`text` as an exact number (thousands commas and a leading $ allowed), or None where it is anything else."""
+    """`text` as an exact number (thousands commas and a leading $ are allowed), or None if it is not a number."""
     cleaned = text.strip().lstrip("$").replace(",", "")
     return Fraction(cleaned) if len(cleaned) <= MAX_DIGITS and re.fullmatch(r"-?\d+(?:\.\d+)?", cleaned) else None
 

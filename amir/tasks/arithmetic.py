@@ -7,7 +7,7 @@ from .task import Example, Task
 
 
 def load(settings: ArithmeticTask) -> Task:
-    """All ordered pairs of operands; a + b and b + a are on the same side, and training sees every operand."""
+    """All ordered pairs of operands. a + b and b + a are in the same split, and training has every operand."""
     pairs = [(a, b) for a in range(settings.max_operand + 1) for b in range(a, settings.max_operand + 1)]
     held_out = set(_held_out(pairs, round(settings.held_out * len(pairs))))
     train = [pair for pair in pairs if pair not in held_out]
@@ -15,7 +15,7 @@ def load(settings: ArithmeticTask) -> Task:
 
 
 def _held_out(pairs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Up to `count` pairs, drawn in a fixed order, none of which takes an operand's last appearance from training."""
+    """Up to `count` pairs in a seeded order, chosen so that every operand stays in some training pair."""
     uses = {operand: sum(operand in pair for pair in pairs) for pair in pairs for operand in pair}
     chosen: list[tuple[int, int]] = []
     for pair in random.Random(0).sample(pairs, len(pairs)):

@@ -1,4 +1,4 @@
-"""Your own rows: a prompt template or chat messages, an answer, and what is held out."""
+"""The task `dataset`: the user's rows, with a prompt template or chat messages, answers, and a held-out part."""
 
 import math
 import random
@@ -15,26 +15,27 @@ ROLES = ("system", "user", "assistant")
 
 
 Template = list[tuple[str, str | None]]
-"""Text, and the column that follows it."""
+"""Pieces of text, each with the column that follows it."""
 
 
 def load(settings: DatasetTask) -> Task:
-    """Reads the rows and holds some out, as the settings say; a share is drawn in an order that never changes."""
+    """Reads the rows and splits off the held-out ones; the split of a share is seeded."""
     rows = read_rows(settings.path, subset=settings.subset, split=settings.split)
     if settings.held_out_path is not None:
         held = read_rows(settings.held_out_path, "task.held_out_path")
-        return disjoint(examples_of(rows, settings), examples_of(held, settings))
+        return disjoint(make_examples(rows, settings), make_examples(held, settings))
     if settings.held_out_split is not None:
         held = read_rows(settings.path, subset=settings.subset, split=settings.held_out_split)
-        return disjoint(examples_of(rows, settings), examples_of(held, settings))
-    return _drawn(examples_of(rows, settings), settings.held_out or 0.0)
+        return disjoint(make_examples(rows, settings), make_examples(held, settings))
+    return _drawn(make_examples(rows, settings), settings.held_out or 0.0)
 
 
 def _drawn(examples: list[Example], share: float) -> Task:
     count = round(share * len(examples))
     if share and not 0 < count < len(examples):
         raise ConfigError(
-            f"task.held_out = {share}: that is {count} of {len(examples)} rows; expected some on each side"
+            f"task.held_out = {share}: that is {count} of {len(examples)} rows; expected a share that leaves rows for "
+            "training and for evaluation"
         )
     held = set(random.Random(0).sample(range(len(examples)), count))
     return disjoint(
@@ -42,8 +43,8 @@ def _drawn(examples: list[Example], share: float) -> Task:
     )
 
 
-def examples_of(rows: list[Row], settings: DatasetTask) -> list[Example]:
-    """An example a row; ConfigError names the first row that makes none."""
+def make_examples(rows: list[Row], settings: DatasetTask) -> list[Example]:
+    """One example per row; ConfigError names the first row that cannot be converted."""
     template = None if settings.prompt is None else _template(settings.prompt)
     return [_example(place, row, template, settings) for place, row in rows]
 
@@ -52,11 +53,14 @@ def _template(prompt: str) -> Template:
     try:
         parts = list(string.Formatter().parse(prompt))
     except ValueError as error:
-        raise ConfigError(f"task.prompt = {prompt!r}: {error}; a brace of the text itself is doubled") from None
+        raise ConfigError(
+            f"task.prompt = {prompt!r}: {error}; write a literal brace of the text as {{{{ or }}}}"
+        ) from None
     for _, column, form, conversion in parts:
         if column == "" or form or conversion:
             raise ConfigError(
-                f"task.prompt = {prompt!r}: expected {{column}} alone in braces; a brace of the text itself is doubled"
+                f"task.prompt = {prompt!r}: expected only the name of a column in braces; write a literal brace of the "
+                "text as {{ or }}"
             )
     return [(text, column) for text, column, _, _ in parts]
 
@@ -68,26 +72,26 @@ def _example(place: str, row: dict[str, Any], template: Template | None, setting
         return Example(messages[-1]["content"], answer, messages, row, place)
     question = "".join(text + ("" if column is None else _text(place, row, column)) for text, column in template)
     if not question.strip():
-        raise ConfigError(f"{place}: its prompt is empty")
+        raise ConfigError(f"{place}: its prompt is empty ({question!r:.60}); correct or remove the row")
     return Example(question, answer, columns=row, place=place)
 
 
 def _value(place: str, row: dict[str, Any], column: str) -> Any:
     if column not in row:
-        raise ConfigError(f"{place}: no column {column!r}; there are {', '.join(map(repr, row))}")
+        raise ConfigError(f"{place}: no column {column!r}; expected one of {', '.join(map(repr, row))}")
     value = row[column]
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{place}: column {column!r} holds {value}")
+        raise ConfigError(f"{place}: column {column!r} is {value}; expected text or a finite number")
     return value
 
 
 def _text(place: str, row: dict[str, Any], column: str) -> str:
-    """A cell as text, a list of them line by line."""
+    """A cell as text; the entries of a list become lines."""
     value = _value(place, row, column)
     parts = value if isinstance(value, list) else [value]
     if not all(isinstance(part, str | int | float) for part in parts):
         raise ConfigError(
-            f"{place}: column {column!r} holds a {type(value).__name__}; expected text, numbers or a list"
+            f"{place}: column {column!r} is a {type(value).__name__}; expected text, a number, or a list of those"
         )
     return "\n".join(map(str, parts))
 
@@ -95,27 +99,35 @@ def _text(place: str, row: dict[str, Any], column: str) -> str:
 def _answer(place: str, row: dict[str, Any], settings: DatasetTask) -> str:
     text = _text(place, row, settings.answer or "")
     if settings.answer_format == "plain":
-        found = ", ".join(text.split("\n")) if isinstance(row[settings.answer or ""], list) else text.strip()
+        answer = ", ".join(text.split("\n")) if isinstance(row[settings.answer or ""], list) else text.strip()
     elif settings.answer_format == "gsm8k":
-        found = text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
+        answer = text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
     else:
-        found = (last_boxed(text) or "").strip()
-    if not found:
-        wanted = {"plain": "text", "gsm8k": "'####' with a final answer behind it", "boxed": "a \\boxed{} answer"}
-        raise ConfigError(f"{place}: column {settings.answer!r} holds no {wanted[settings.answer_format]}")
-    return found
+        answer = (last_boxed(text) or "").strip()
+    if not answer:
+        expected = {"plain": "text", "gsm8k": "'####' and a final answer", "boxed": "an answer in \\boxed{}"}
+        raise ConfigError(
+            f"{place}: column {settings.answer!r} is {text[:60]!r}; answer_format = {settings.answer_format!r} expects "
+            f"{expected[settings.answer_format]}"
+        )
+    return answer
 
 
 def _messages(place: str, row: dict[str, Any], column: str) -> tuple[dict[str, str], ...]:
     messages = _value(place, row, column)
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{place}: column {column!r} holds no list of messages")
+        raise ConfigError(
+            f"{place}: column {column!r} is {messages!r:.60}; expected a list of messages with role and content"
+        )
     for number, message in enumerate(messages):
-        known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
-        if not known:
+        valid = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+        if not valid:
             raise ConfigError(
-                f"{place}: column {column!r}, message {number}: expected a role ({', '.join(ROLES)}) and a text content"
+                f"{place}: column {column!r}, message {number} is {message!r:.60}; expected a role "
+                f"({', '.join(ROLES)}) and a content that is text"
             )
     if messages[-1]["role"] != "user":
-        raise ConfigError(f"{place}: column {column!r} ends with {messages[-1]['role']}; expected the user's turn last")
+        raise ConfigError(
+            f"{place}: column {column!r} ends with a message of role {messages[-1]['role']!r}; expected the user's last"
+        )
     return tuple({"role": m["role"], "content": m["content"]} for m in messages)

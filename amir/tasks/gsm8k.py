@@ -1,25 +1,25 @@
-"""GSM8K grade-school questions (Cobbe et al., 2110.14168); the answer stands after `####`."""
+"""The task `gsm8k`: grade-school questions (Cobbe et al., arXiv 2110.14168) whose answer follows `####`."""
 
 from importlib import resources
 from pathlib import Path
 
 from ..config import DatasetTask, Gsm8kTask
-from .dataset import examples_of
+from .dataset import make_examples
 from .rows import read_rows
 from .task import Example, Task, disjoint
 
 HUB_NAME = "openai/gsm8k"
 HELD_OUT_SHARE = 0.2
-"""Of a single file without a test split, its last fifth is held out."""
+"""The last fifth of a single file is held out."""
 
 COLUMNS = DatasetTask(name="dataset", path=HUB_NAME, prompt="{question}", answer="answer", answer_format="gsm8k")
 
 
 def load(settings: Gsm8kTask) -> Task:
-    """Reads the shipped sample, a JSONL file, a folder with train.jsonl and test.jsonl, or the hub."""
+    """Reads the shipped sample, a JSONL file, a folder with train.jsonl and test.jsonl, or the hub's openai/gsm8k."""
     if settings.path is None:
         train, test = (read_rows(HUB_NAME, subset="main", split=split) for split in ("train", "test"))
-        return disjoint(examples_of(train, COLUMNS), examples_of(test, COLUMNS))
+        return disjoint(make_examples(train, COLUMNS), make_examples(test, COLUMNS))
     if settings.path == "sample":
         with resources.as_file(resources.files("amir.tasks") / "gsm8k_sample.jsonl") as sample:
             return _split(_read(sample))
@@ -30,7 +30,7 @@ def load(settings: Gsm8kTask) -> Task:
 
 
 def _read(path: Path) -> list[Example]:
-    return examples_of(read_rows(str(path)), COLUMNS)
+    return make_examples(read_rows(str(path)), COLUMNS)
 
 
 def _split(examples: list[Example]) -> Task:

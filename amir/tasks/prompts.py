@@ -1,4 +1,4 @@
-"""From examples to prompts: shipped system prompts, the chat template, token ids, limits of length."""
+"""From examples to prompts: system prompt, chat template, token ids, and bounds of the length."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def encode_prompts(
     say: Callable[[str], None],
     limit: int | None = None,
 ) -> list[Prompt]:
-    """Prompts of the allowed length, the first `limit` of them; the others are refused, or left out and counted."""
+    """The first `limit` prompts of the allowed length; others are dropped and counted, or refused if too long."""
     kept: list[Prompt] = []
     seen = too_long = too_short = 0
     for example in examples:
@@ -37,40 +37,51 @@ def encode_prompts(
         seen += 1
         ids = prompt_ids(tokenizer, example, config)
         if max(ids) >= vocabulary:
-            raise ConfigError(f"{name} prompt {seen} holds token {max(ids)}; the model's embeddings have {vocabulary}")
+            raise ConfigError(
+                f"{name} prompt {seen} has the token {max(ids)}; the model's embeddings have {vocabulary} tokens. "
+                "Use the model's own tokenizer, or remove special tokens that the model does not know"
+            )
         if len(ids) > config.max_prompt_length and config.overlong_prompts == "refuse":
             raise ConfigError(
                 f"max_prompt_length = {config.max_prompt_length}: {example.place or f'{name} prompt {seen}'} has "
-                f"{len(ids)} tokens and overlong_prompts = 'refuse'; it begins {example.question[:60]!r}"
+                f"{len(ids)} tokens and overlong_prompts = 'refuse'; raise max_prompt_length, or set overlong_prompts: "
+                f"drop. The prompt begins {example.question[:60]!r}"
             )
         too_long += len(ids) > config.max_prompt_length
         too_short += len(ids) < config.min_prompt_length
         if config.min_prompt_length <= len(ids) <= config.max_prompt_length:
             kept.append(Prompt(example, ids))
-    for count, what in ((too_long, "exceed max_prompt_length"), (too_short, "fall short of min_prompt_length")):
+    bounds = (
+        (too_long, f"longer than max_prompt_length = {config.max_prompt_length}"),
+        (too_short, f"shorter than min_prompt_length = {config.min_prompt_length}"),
+    )
+    for count, reason in bounds:
         if count:
-            say(f"{count} of {seen} {name} prompts {what}, left out")
+            say(f"dropped {count} of {seen} {name} prompts, which are {reason} tokens")
     return kept
 
 
 def prompt_ids(tokenizer: Any, example: Example, config: RunConfig) -> list[int]:
-    """The conversation as the chat template renders it, ready for the answer; without a template, its question."""
+    """Token ids of the conversation in the chat template with its generation prompt; without one, of the question."""
     messages = example.chat()
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
-            raise ConfigError(f"system_prompt = {config.system_prompt!r}: the messages hold one already: {messages[0]}")
+            raise ConfigError(
+                f"system_prompt = {config.system_prompt!r}: the messages already begin with one "
+                f"({messages[0]['content']!r:.60}); leave system_prompt out"
+            )
         text = SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt)
         messages = [{"role": "system", "content": text}, *messages]
     if tokenizer.chat_template is None:
         if len(messages) > 1:
             key = "system_prompt" if config.system_prompt is not None else "task.messages"
-            raise ConfigError(f"{key}: the model has no chat template to put it in; set chat_template")
+            raise ConfigError(f"{key}: the model's tokenizer has no chat template, which it needs; set chat_template")
         ids = tokenizer(example.question)["input_ids"]
     else:
         ids = tokenizer(_rendered(tokenizer, messages), add_special_tokens=False)["input_ids"]
     if not ids:
-        way = "the chat template renders" if tokenizer.chat_template is not None else "its question is"
-        raise ConfigError(f"{example.place or 'task'}: {way} a prompt without any token")
+        source = "the chat template" if tokenizer.chat_template is not None else "its question"
+        raise ConfigError(f"{example.place or 'task'}: {source} gives a prompt of 0 tokens; expected at least 1")
     return ids
 
 
@@ -78,18 +89,20 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"chat_template: {error}") from None
+        raise ConfigError(
+            f"chat_template: it fails for {messages[-1]['content']!r:.60}: {error}; correct the template"
+        ) from None
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, special: list[int], vocabulary: int) -> None:
-    """ConfigError where the tokenizer's vocabulary, or a token that ends or pads a row, is none of the model's.
+    """ConfigError if the tokenizer's vocabulary, or a token that ends or pads a row, exceeds the model's embeddings.
 
-    Tokens added to a vocabulary may lie beyond the model's, as those of images do; a prompt that holds one is refused.
+    Added tokens, such as those for images, may exceed them; a prompt that contains one is refused.
     """
     beyond = [token for token in special if token >= vocabulary]
     if tokenizer.vocab_size > vocabulary or beyond:
-        what = f"its token {beyond[0]}" if beyond else f"its {tokenizer.vocab_size} tokens"
+        excess = f"the token {beyond[0]}" if beyond else f"{tokenizer.vocab_size} tokens"
         raise ConfigError(
-            f"model: its embeddings hold {vocabulary} tokens, but the tokenizer has {what}; expected the model's own "
+            f"model: its embeddings have {vocabulary} tokens, but the tokenizer has {excess}; expected the model's own "
             "tokenizer, or resized embeddings"
         )

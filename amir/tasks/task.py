@@ -1,4 +1,4 @@
-"""What every task gives: examples to train on, examples held out, each with its answer."""
+"""The data of a task: training and held-out examples, each with its answer."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,15 +8,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Example:
-    """A question in the user's words, or a conversation that ends with it, and the answer that is right."""
+    """A question, or a conversation that ends with it, and its right answer."""
 
     question: str
     answer: str | None
     messages: tuple[dict[str, str], ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
-    """the row it came from, for reward functions"""
+    """the row of the data, for reward functions"""
     place: str = ""
-    """where that row stands"""
+    """where the row is, such as "rows.jsonl, line 3", for error messages"""
 
     def chat(self) -> list[dict[str, str]]:
         """The conversation, without the run's own system prompt."""
@@ -25,23 +25,26 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """Examples for training and for evaluation; no example is in both."""
+    """Training and held-out examples; no example is in both."""
 
     train: list[Example]
     held_out: list[Example]
     notes: tuple[str, ...] = ()
-    """what is to be said before the run starts"""
+    """lines to report before the run starts"""
 
 
 def disjoint(train: list[Example], held_out: list[Example]) -> Task:
-    """A task whose training examples ask nothing that is held out; how many had to go is noted."""
-    asked = {_key(example) for example in held_out}
-    kept = [example for example in train if _key(example) not in asked]
-    gone = len(train) - len(kept)
+    """A task without the training examples that repeat a held-out prompt; their count is noted."""
+    held_out_prompts = {_key(example) for example in held_out}
+    kept = [example for example in train if _key(example) not in held_out_prompts]
+    dropped = len(train) - len(kept)
     if train and not kept:
-        raise ConfigError("every training example asks what a held-out one asks; expected other questions held out")
-    note = f"{gone} training examples ask what a held-out one asks and are left out of training"
-    return Task(kept, held_out, (note,) if gone else ())
+        raise ConfigError(
+            f"task: all {len(train)} training examples repeat a held-out prompt; expected held-out data with other "
+            "prompts"
+        )
+    note = f"dropped {dropped} of {len(train)} training examples, which repeat a held-out prompt"
+    return Task(kept, held_out, (note,) if dropped else ())
 
 
 def _key(example: Example) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""From a rollout and its scores to the tensors a loss sees: the one place that pads.
+"""From a rollout and its scores to the tensors of a loss; the only module that pads completions.
 
 N prompts of padded length P; B completions of padded length C; F reward functions.
 """
@@ -21,36 +21,36 @@ from .pairs import Pairs, form_pairs
 
 @dataclass(frozen=True)
 class Batch:
-    """Everything one optimizer step needs, for all its groups."""
+    """The tensors of one optimizer step, for all its groups."""
 
     tokens: Tokens
     group: Tensor  # int64 [B], group ids
-    scores: Tensor  # float32 [B, F], what each reward function gave
-    rewards: Tensor  # float32 [B], their weighted sum; NaN where no function gave a score
+    scores: Tensor  # float32 [B, F], of each reward function; NaN for an unscored completion
+    rewards: Tensor  # float32 [B], the weighted sum of the scores; NaN if all of them are NaN
     advantages: Tensor  # float32 [B]
     truncated: Tensor  # bool [B]
-    loss_mask: Tensor  # bool [B, C], completion_mask less masked truncated rows
+    loss_mask: Tensor  # bool [B, C], completion_mask without masked truncated rows
     pairs: Pairs
-    live: Tensor  # bool [B], rows whose gradient can be other than zero
+    live: Tensor  # bool [B], False for zero-gradient rows, which skip the forward
     ref_logprobs: Tensor | None = None  # float32 [B, C]
-    old_logprobs: Tensor | None = None  # float32 [B, C], of the policy that the ratio starts from
-    sampled_logprobs: Tensor | None = None  # float32 [B, C], another engine's, NaN where it gave none
+    old_logprobs: Tensor | None = None  # float32 [B, C], of the policy before this step's updates
+    sampled_logprobs: Tensor | None = None  # float32 [B, C], of another engine, NaN for a missing one
 
     @property
     def num_tokens(self) -> Tensor:
-        """Tokens in the loss mask, dead rows included: the token divisor of the whole step."""
+        """Tokens in the loss mask, zero-gradient rows included: the token divisor of the whole step."""
         return self.loss_mask.sum().float()
 
     @property
     def num_sequences(self) -> Tensor:
-        """Completions of the whole step, masked and dead ones included."""
+        """Completions of the whole step, masked and zero-gradient rows included."""
         return torch.tensor(float(len(self.tokens)), device=self.loss_mask.device)
 
 
 def make_batch(
     rollout: Rollout, scores: Tensor, config: RunConfig, *, pad_id: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """The batch of a step's rollout, padded, with its advantages, pairs and masks. `scores` are float32 `[B, F]`."""
+    """The padded batch of a step's rollout, with advantages, pairs and masks. `scores` float32 `[B, F]`."""
     tokens = pad_tokens(rollout.prompts, rollout.completions, pad_id, device)
     batch = assemble(tokens, scores.to(device), torch.tensor(rollout.truncated, device=device), config)
     if rollout.logprobs is None:
@@ -59,11 +59,11 @@ def make_batch(
 
 
 def assemble(tokens: Tokens, scores: Tensor, truncated: Tensor, config: RunConfig) -> Batch:
-    """Advantages, pairs and masks of padded groups, one a prompt. `scores` `[B, F]`, `truncated` bool `[B]`."""
-    group = tokens.prompt_of
+    """Advantages, pairs and masks of padded groups, one group per prompt. `scores` `[B, F]`, `truncated` bool `[B]`."""
+    group = tokens.prompt_index
     rewards = total_reward(scores, config.rewards)
     advantages = _advantages(scores, rewards, group, config)
-    empty = ~tokens.completion_mask.any(1)  # no token, so no log-ratio that a pair could compare
+    empty = ~tokens.completion_mask.any(1)  # without a token there is no log-ratio for a pair
     masked = truncated & config.mask_truncated_completions | empty
     pairs = form_pairs(rewards, group, ~masked & ~rewards.isnan(), config)
     every_row = config.beta > 0 or config.entropy_coef > 0
@@ -84,8 +84,8 @@ def _advantages(scores: Tensor, rewards: Tensor, group: Tensor, config: RunConfi
     scale = {"group": "std"}.get(config.scale_rewards, config.scale_rewards)
     if scale == "bernoulli" and len(outside := rewards[(rewards < 0) | (rewards > 1)]):
         raise RunStopped(
-            f"scale_rewards = 'bernoulli': it is for rewards from 0 to 1, and a completion has {outside[0]:g}; "
-            "expected scale_rewards 'group', in a run of its own"
+            f"scale_rewards = 'bernoulli': a completion has the reward {outside[0]:g}, and rewards from 0 to 1 are "
+            "expected; start a new run with scale_rewards: group"
         )
     return group_advantage(
         scores,

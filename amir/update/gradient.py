@@ -1,7 +1,7 @@
-"""From a batch to gradients: log-probs of the live rows, the objective with its pair term, one backward a micro-batch.
+"""From a batch to gradients: log-probs of live rows, the objective with its pair term, one backward per micro-batch.
 
-The loss is a function of log-probs alone, so its gradient with respect to them is taken first, each term separately,
-and one backward of the model follows: how large each term's gradient is by log-probs is known without a second pass.
+The loss is a function of log-probs only. Its gradient with respect to them is computed first, for each term separately;
+one backward of the model follows. The norm of each term's gradient is therefore known without a second pass.
 
 B completions of padded length C.
 """
@@ -27,8 +27,8 @@ Sums = Counter[str]
 """Sums and counts over micro-batches, by name."""
 
 
-def objective_of(config: RunConfig) -> Objective:
-    """The run's policy objective: the named one with the run's own clip bounds and coefficients."""
+def make_objective(config: RunConfig) -> Objective:
+    """The objective that `loss_type` names, with the clip bounds and coefficients of the run."""
     changes: dict[str, float | int] = {"kl_coef": config.beta, "entropy_coef": config.entropy_coef}
     if config.epsilon is not None:
         changes |= {"clip_low": config.epsilon, "clip_high": config.epsilon}
@@ -40,7 +40,7 @@ def objective_of(config: RunConfig) -> Objective:
 
 
 def reference_logprobs(policy: Policy, batch: Batch, config: RunConfig, budget: TokenBudget) -> Tensor | None:
-    """The reference's log-probs of the live rows, float32 `[B, C]`, where the KL or the pair term needs them."""
+    """The reference policy's log-probs of the live rows, float32 `[B, C]`; None if no loss term needs them."""
     pairs = config.lambda_reg > 0 and not config.ref_free and bool(batch.pairs.participants.any())
     if config.beta == 0 and not pairs:
         return None
@@ -62,13 +62,14 @@ def backward(
     *,
     measure_terms: bool = False,
 ) -> tuple[Sums, Tensor]:
-    """Leaves the gradient of the whole step's loss in the trained parameters' `.grad`, which was zero before.
+    """Accumulates the gradient of the whole step's loss in the trained parameters' `.grad`, which must be zero.
 
-    Returns the sums behind the step's metrics and the log-probs of the live rows under the present policy, float32
-    `[B, C]`. Micro-batches change nothing but rounding: every divisor is the whole step's. So a step that runs out of
-    memory is repeated from zero in smaller ones. ConfigError where a micro-batch of one completion does not fit.
+    Returns the sums for the step's metrics and the log-probs of the live rows under the current policy, float32 `[B,
+    C]`. Every divisor is the whole step's, so micro-batches change the result by rounding only. A step that runs out of
+    memory is therefore repeated with smaller micro-batches. ConfigError if a micro-batch of one completion does not
+    fit.
 
-    `measure_terms`: the sums have the squared norm of each term's gradient by the trained parameters too.
+    `measure_terms`: the sums also have the squared norm of each term's gradient of the trained parameters.
     """
     while True:
         try:
@@ -96,7 +97,7 @@ def _backward(
                 if not micro.idle:
                     logprobs[micro.rows, : current.shape[1]] = current
     policy.average_gradients()
-    sums = policy.ranks.total_of_sums(sums)
+    sums = policy.ranks.total_sums(sums)
     if terms is not None:
         sums.update(terms.squares())
     return sums, policy.ranks.total(logprobs)
@@ -114,7 +115,7 @@ def _accumulate(
 ) -> Tensor:
     """Forward and backward of one micro-batch; returns its log-probs.
 
-    Pairs are formed here in whole groups; those of split groups act through their `weights`.
+    Complete groups form their pairs here; the pair term of split groups is given by their `weights`.
     """
     forms_pairs = micro.whole and config.lambda_reg > 0
     rows = micro.rows
@@ -127,7 +128,7 @@ def _accumulate(
         return outputs[0].detach()
     leaves = [output.detach().requires_grad_() for output in outputs]
     logprobs = leaves[0].detach()
-    old = logprobs if batch.old_logprobs is None else _rows_of(batch.old_logprobs, rows, mask)
+    old = logprobs if batch.old_logprobs is None else _select_rows(batch.old_logprobs, rows, mask)
     loss = amir_loss(
         leaves[0],
         old,
@@ -135,7 +136,7 @@ def _accumulate(
         batch.rewards[rows],
         batch.group[rows],
         mask,
-        ref_logprobs=None if batch.ref_logprobs is None else _rows_of(batch.ref_logprobs, rows, mask),
+        ref_logprobs=None if batch.ref_logprobs is None else _select_rows(batch.ref_logprobs, rows, mask),
         objective=objective,
         importance_weight=_correction(batch, rows, old, mask, config),
         entropy=leaves[1] if len(leaves) > 1 else None,
@@ -152,7 +153,7 @@ def _accumulate(
     from_pairs = torch.autograd.grad(config.lambda_reg * loss.preference, leaves[0])[0]
     if terms is not None:
         terms.add(outputs[0], from_pairs)
-    ranks = policy.ranks.size  # over which gradients are averaged
+    ranks = policy.ranks.size  # gradients are averaged over the ranks, and sums are needed
     torch.autograd.backward(outputs, [ranks * (from_policy[0] + from_pairs), *(ranks * g for g in from_policy[1:])])
     sums.update(
         loss.metrics
@@ -171,7 +172,7 @@ def _accumulate(
 def _correction(batch: Batch, rows: Tensor, old: Tensor, mask: Tensor, config: RunConfig) -> Tensor | None:
     if config.correction is None or batch.sampled_logprobs is None:
         return None
-    return importance_weight(old, _rows_of(batch.sampled_logprobs, rows, mask), mask, config.correction)
+    return importance_weight(old, _select_rows(batch.sampled_logprobs, rows, mask), mask, config.correction)
 
 
 def _pair_weights_of_split_groups(
@@ -179,7 +180,7 @@ def _pair_weights_of_split_groups(
 ) -> Tensor:
     """d loss / d score `[B]` of the groups that `budget` splits over micro-batches, from a pass without gradients.
 
-    Zero elsewhere: a whole micro-batch forms its own pairs. Adds the value of the split groups' term to `sums`.
+    Zero for other groups, whose micro-batch forms their pairs. Adds the pair loss of the split groups to `sums`.
     """
     parts = [micro for micro in budget.split(batch) if not micro.whole] if config.lambda_reg > 0 else []
     if not parts:
@@ -209,6 +210,6 @@ def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) ->
     return policy.ranks.total(scores)
 
 
-def _rows_of(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+def _select_rows(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     """The rows of a `[B, C]` tensor at the width of their micro-batch's mask."""
     return values[rows, : mask.shape[1]]

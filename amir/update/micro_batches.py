@@ -1,4 +1,4 @@
-"""Rows of a batch that go through the model together, and how many tokens of them fit into memory."""
+"""Splits a batch into micro-batches, and halves their size when one runs out of memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +22,23 @@ class MicroBatch:
 
     rows: Tensor  # int64
     whole: bool
-    """it holds every row of each group it touches"""
+    """whether it has every live row of its groups"""
     tokens: int = 0
-    """that the model computes for it"""
+    """tokens that the model computes for it"""
     idle: bool = False
-    """it keeps a rank in step with the others, which have one more; its results count for nothing"""
+    """a rank with one micro-batch less than others computes an idle one instead; its results are not used"""
 
 
 def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> Iterator[MicroBatch]:
     """Splits the live rows into micro-batches of at most `token_budget` computed tokens, longest first.
 
-    `packed` says how the tokens are laid out, and so which are computed (`Tokens.computed`). A group stays together
-    where it fits, since its rows share a prompt and the pair term couples them; one that does not is split into
-    micro-batches of its own, marked `whole=False`. A single row is never split, however long.
+    `packed` is the layout of the tokens, which determines how many are computed (`Tokens.computed`). A group that fits
+    is not split, because its rows share a prompt and the pair term couples them; a larger group is split into
+    micro-batches of its own, with `whole=False`. A single row is never split, however long.
     """
     tokens = batch.tokens
     live = torch.nonzero(batch.live.cpu()).flatten()
-    lengths = (tokens.prompt_lengths[tokens.prompt_of] + tokens.completion_lengths).cpu()
+    lengths = (tokens.prompt_lengths[tokens.prompt_index] + tokens.completion_lengths).cpu()
     order = live[torch.argsort(lengths[live], descending=True, stable=True)]
     group = batch.group.cpu()[order]
     groups = [order[group == g] for g in dict.fromkeys(group.tolist())]
@@ -51,7 +51,7 @@ def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> It
 
 
 def _fill(tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool, *, whole: bool) -> Iterator[MicroBatch]:
-    """Joins consecutive units while they stay within the budget; rows in ascending order."""
+    """Fills micro-batches with consecutive units up to the budget; the rows of each are in ascending order."""
     held: list[Tensor] = []
     size = 0
     for unit in units:
@@ -66,7 +66,7 @@ def _fill(tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool, 
 
 
 def assign(micros: Sequence[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
-    """Every `ranks.size`-th of `micros`, equally many on each rank: ranks with one less get an idle one."""
+    """Every `ranks.size`-th of `micros`, equally many on each rank: ranks with one less get an idle micro-batch."""
     if not micros:
         return []
     shortest = MicroBatch(micros[-1].rows[-1:], whole=False, tokens=micros[-1].tokens, idle=True)
@@ -74,11 +74,11 @@ def assign(micros: Sequence[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
 
 
 class TokenBudget:
-    """How many tokens a micro-batch may hold: the setting, until a micro-batch of that size runs out of memory.
+    """The number of tokens that a micro-batch may have: `micro_batch_tokens`, until one runs out of memory.
 
-    Then half of that micro-batch's tokens for the rest of the run, on every rank, reported once. DDP's replicas
-    communicate only between passes over the micro-batches, and agree on the new budget there. FSDP2's shards do so in
-    every layer, where the others wait for a rank that has left it: there it ends the run.
+    Then it is half the tokens of that micro-batch, for the rest of the run and on every rank; this is reported once.
+    DDP's replicas communicate only between passes over the micro-batches and agree on the new budget there. FSDP2
+    communicates in every layer, so the other ranks would wait for the rank that failed: there the run ends.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TokenBudget:
         ranks: Ranks = SINGLE_PROCESS,
         sharded: bool = False,
     ) -> None:
-        """`say` reports a new budget; `show_progress` gets how many of a pass's micro-batches are done."""
+        """`say` reports a new budget; `show_progress` gets the finished and total number of a pass's micro-batches."""
         self.tokens = tokens
         self.packed = packed
         self.ranks = ranks
@@ -99,8 +99,8 @@ class TokenBudget:
         self._sharded = sharded
 
     @classmethod
-    def of(cls, config: RunConfig, policy: Policy, **callbacks: Any) -> "TokenBudget":
-        """The run's, for its policy's layout of tokens and the ranks it is trained on."""
+    def for_policy(cls, config: RunConfig, policy: Policy, **callbacks: Any) -> "TokenBudget":
+        """The budget of a run, for the layout of tokens and the ranks of its policy."""
         ranks, sharded = policy.ranks, policy.sharded
         return cls(config.micro_batch_tokens, packed=policy.packed, ranks=ranks, sharded=sharded, **callbacks)
 
@@ -109,7 +109,7 @@ class TokenBudget:
         return list(micro_batches(batch, self.tokens, packed=self.packed))
 
     def assigned(self, batch: Batch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, one after the other."""
+        """This rank's micro-batches in order, with progress."""
         micros = assign(self.split(batch), self.ranks)
         for done, micro in enumerate(micros):
             self._show_progress(done, len(micros))
@@ -117,9 +117,9 @@ class TokenBudget:
 
     @contextlib.contextmanager
     def limits(self, micro: MicroBatch) -> Iterator[None]:
-        """Around the work on one micro-batch: running out of memory there raises MicroBatchTooLarge.
+        """A context for one micro-batch: running out of memory raises MicroBatchTooLarge.
 
-        ConfigError where the model is sharded: the other ranks wait for this one inside a layer.
+        ConfigError if the model is sharded, because the other ranks wait for this one inside a layer.
         """
         try:
             yield
@@ -128,14 +128,14 @@ class TokenBudget:
             reason = str(error).partition(". ")[0]
         if self._sharded:
             raise ConfigError(
-                f"rank {self.ranks.rank} ran out of memory in a micro-batch of {micro.tokens} tokens ({reason}), and "
-                f"the other ranks wait for its shard of a layer; expected micro_batch_tokens below {micro.tokens}"
+                f"rank {self.ranks.rank} ran out of memory in a micro-batch of {micro.tokens} tokens ({reason}), which "
+                f"a sharded model cannot repeat; set micro_batch_tokens below {micro.tokens}, then resume the run"
             )
         raise MicroBatchTooLarge(micro.tokens, len(micro.rows), reason)
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Around a pass over the micro-batches: where one is too large on any rank, MicroBatchTooLarge on all."""
+        """A context for a pass over the micro-batches: MicroBatchTooLarge on all ranks if it is raised on any."""
         shortage: MicroBatchTooLarge | None = None
         try:
             yield
@@ -146,20 +146,20 @@ class TokenBudget:
             raise min(shortages, key=lambda one: one.tokens)
 
     def halve(self, tokens: int, rows: int, reason: str) -> None:
-        """Halves the budget after a micro-batch of so many tokens and rows ran out of memory, on every rank.
+        """Halves the budget on every rank, after a micro-batch of so many tokens and rows ran out of memory.
 
-        ConfigError where it held one completion. Frees the cached memory first: no frame of the failed pass may be
-        alive.
+        ConfigError if that micro-batch had only one completion. Frees cached memory first, so no frame of the failed
+        pass may be alive.
         """
         torch.cuda.empty_cache()
         with self.ranks.raise_on_all_ranks():
             if rows == 1:
                 raise ConfigError(
-                    f"one completion with its prompt ({tokens} tokens) does not fit into memory ({reason}); expected "
+                    f"one completion with its prompt ({tokens} tokens) does not fit into memory ({reason}); set "
                     "gradient_checkpointing: true, quantization: 4bit, or a smaller max_completion_length"
                 )
         self.tokens = tokens // 2
         self._say(
             f"out of memory in a micro-batch of {rows} completions, {tokens} tokens: the step continues in "
-            f"micro-batches of at most {self.tokens} tokens; set micro_batch_tokens to that to start there"
+            f"micro-batches of at most {self.tokens} tokens; set micro_batch_tokens: {self.tokens} to avoid this"
         )

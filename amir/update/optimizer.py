@@ -1,4 +1,4 @@
-"""AdamW on what is trained, the learning rate of each step, and gradient clipping."""
+"""AdamW on the trained parameters, the learning-rate schedule, and gradient clipping."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from ..errors import DIVERGED, RunStopped
 
 
 def make_optimizer(config: RunConfig, named: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """AdamW over the named parameters, in their order; gradients start at zero so that every step moves every one.
+    """AdamW over the named parameters, in their order; gradients start at zero, so every step updates every parameter.
 
-    With `adamw_8bit` the moments of parameters from 4,096 numbers on are kept in 8 bits by blocks (bitsandbytes).
+    With `adamw_8bit`, parameters of at least 4,096 elements have blockwise 8-bit moments (bitsandbytes).
     """
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -31,7 +31,7 @@ def make_optimizer(config: RunConfig, named: dict[str, Tensor]) -> torch.optim.O
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up, then constant, or down to 0 after `max_steps`."""
+    """Learning rate of a step, counted from 1: linear warm-up, then constant, or decay to 0 after `max_steps`."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     done = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
@@ -42,13 +42,13 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def apply_update(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> Tensor:
     """Clips the accumulated gradient, updates the parameters, zeroes the gradient; returns the norm before clipping.
 
-    RunStopped where that is NaN or infinite.
+    RunStopped if the norm is NaN or infinite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = gathered(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if not norm.isfinite():
         raise RunStopped(
-            f"step {step}: the gradient is not finite (norm {norm.item()}), no weight was changed; {DIVERGED}"
+            f"step {step}: the gradient is not finite (norm {norm.item()}), so the weights were not updated; {DIVERGED}"
         )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
@@ -61,14 +61,14 @@ MASTER = "master"
 """Key of a 16-bit parameter's float32 value in the optimizer's state."""
 
 PORTION = 2**26
-"""Numbers whose float32 gradients exist at once beside the 16-bit ones: 256 MiB."""
+"""Elements whose float32 gradients are in memory at once in addition to the 16-bit ones: 256 MiB."""
 
 
 @torch.no_grad()
 def update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """One step of the optimizer. Of 16-bit parameters, float32 masters are updated: most updates would round away.
+    """One step of the optimizer. 16-bit parameters have float32 masters, because most updates would round to nothing.
 
-    For that, the parameters stand in for their masters, a portion of them at a time.
+    For the step, a portion of the parameters at a time holds the values of its masters.
     """
     if not any(parameter.dtype.itemsize == 2 for parameter in parameters):
         optimizer.step()

@@ -1,7 +1,7 @@
-"""The pair term of an optimizer step: which completions are compared, and what that gives once they have scores.
+"""The pair term of an optimizer step: which completions form pairs, and the loss and gradient of the pairs.
 
-A pair is two completions of one prompt whose rewards differ by more than the margin. Which pairs there are follows from
-the rewards alone, before any forward pass; loss and gradient follow from scores, the sequence log-ratios.
+A pair is two completions of one prompt whose rewards differ by more than the margin. The pairs depend on the rewards
+only, so they are formed before any forward pass; loss and gradient depend on scores, the sequence log-ratios.
 
 B completions.
 """
@@ -18,7 +18,7 @@ from ..config import RunConfig
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a whole step, counted by completion."""
+    """The pairs of a whole step, as counts per completion."""
 
     rule: PairRule
     rewards: Tensor  # float32 [B]
@@ -29,19 +29,19 @@ class Pairs:
 
     @property
     def participants(self) -> Tensor:
-        """Completions that some pair holds, bool `[B]`."""
+        """Completions that are in some pair, bool `[B]`."""
         return (self.chosen + self.rejected) > 0
 
     def terms(self, scores: Tensor, rows: Tensor) -> PreferenceTerms:
-        """Loss, weights d loss / d score `[B]` and counts of the pairs among `rows`, with the step's number as divisor.
+        """Loss, weights d loss / d score `[B]` and counts of the pairs among `rows`; the divisor is the step's pairs.
 
-        `scores` `[B]`: log-ratio of each completion to the reference, in nats; `rows` bool `[B]`, whole groups.
+        `scores` `[B]`: log-ratio of each completion to the reference, in nats; `rows` bool `[B]`, complete groups.
         """
         return preference_terms(scores, self.rewards, self.group, self.rule, num_pairs=self.total, valid=rows)
 
 
 def form_pairs(rewards: Tensor, group: Tensor, valid: Tensor, config: RunConfig) -> Pairs:
-    """The pairs of a step's rewards `[B]`; none without a pair term. `valid` bool `[B]`: completions that may pair."""
+    """The pairs of a step's rewards `[B]`; none if lambda_reg is 0. `valid` bool `[B]`: rows that may form pairs."""
     rule = PairRule(config.beta_dpo, config.reward_margin, config.pair_mining, config.max_pairs_per_group)
     if config.lambda_reg == 0:
         none = torch.zeros_like(group)

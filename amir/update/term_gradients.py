@@ -1,7 +1,7 @@
-"""A diagnosis: how large the gradient of each term of the loss is, measured by the trained parameters.
+"""A diagnosis: the norm of each loss term's gradient with respect to the trained parameters.
 
-The gradient of the policy term is that of the whole loss, in `.grad`, less the pair term's, for which this takes one
-more backward of the model and two more gradients in memory. `.grad` keeps its bits.
+The gradient of the policy term is that of the whole loss, in `.grad`, minus that of the pair term, which takes one more
+backward of the model and two more gradients in memory. `.grad` does not change.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from ..policy.policy import Policy
 
 
 class TermGradients:
-    """The pair term's gradient by the trained parameters, summed over this rank's micro-batches."""
+    """The pair term's gradient of the trained parameters, summed over this rank's micro-batches."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._of_pairs = [torch.zeros_like(parameter) for parameter in policy.trainable().values()]
 
     def add(self, logprobs: Tensor, from_pairs: Tensor) -> None:
-        """Adds a micro-batch's: the pair term's gradient by its log-probs, taken back to the parameters."""
+        """Adds the gradient of a micro-batch; `from_pairs` is the pair term's gradient with respect to `logprobs`."""
         parameters = list(self._policy.trainable().values())
         parts = torch.autograd.grad(logprobs, parameters, from_pairs, retain_graph=True, materialize_grads=True)
         torch._foreach_add_(self._of_pairs, parts)
