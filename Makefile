@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 # A worker for each core, at most four; each needs up to 2 GB.
-WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+WORKERS := -n logical --maxprocesses 4
 # What test-fast runs: the tests of one op (T), or some of every room that take seconds.
 FAST := amir_loss batch closeness config correction group_advantage gsm8k layout linear_logprob_op metrics \
   policy_loss preference_loss public_surface readme reference rewards rollout rooms rundir server
