@@ -132,16 +132,16 @@ def test_amir_compiles_as_one_graph():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ref_logprobs": None}, "needs ref_logprobs"),
-        ({"rewards": None}, "rewards and group are needed"),
-        ({"group": None}, "rewards and group are needed"),
-        ({"group": 4}, "divide the 6 rows"),
-        ({"rewards": torch.ones(5)}, "rewards must have shape"),
-        ({"lambda_reg": NAN}, "lambda_reg"),
+        ({"ref_logprobs": None}, "needs ref_logprobs, got None; pass them, or ref_free=True"),
+        ({"rewards": None}, "rewards and group are needed to form pairs, got rewards=None; pass both"),
+        ({"group": None}, "rewards and group are needed to form pairs, got group=None; pass both"),
+        ({"group": 4}, "group=4 must be at least 1 and divide the 6 rows; unequal groups need ids"),
+        ({"rewards": torch.ones(5)}, "rewards must have shape \\[6\\] .*, got \\[5\\]"),
+        ({"lambda_reg": NAN}, "lambda_reg must be a finite number, got nan"),
         ({"ref_free": "false"}, "ref_free must be True or False, got 'false'"),
-        ({"beta_dpo": -1.0}, "beta_dpo"),
-        ({"normalize": "tokens"}, "normalize must be one of"),
-        ({"preference_weights": torch.ones(5)}, "preference_weights must have shape"),
+        ({"beta_dpo": -1.0}, "beta_dpo must be a positive finite number, got -1.0"),
+        ({"normalize": "tokens"}, "normalize must be one of 'mean', 'sum', got 'tokens'"),
+        ({"preference_weights": torch.ones(5)}, "preference_weights must have shape \\[6\\] .*, got \\[5\\]"),
     ],
 )
 def test_amir_refusals(change, message):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from amir_kernels import group_advantage, pass_at_k_advantage, reference
+from amir_kernels.group_advantage import weighted_sum
 
 EIGHT = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
 NAN = math.nan
@@ -257,33 +258,49 @@ def test_no_rows(backend, group):
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((torch.ones(6), 4), {}, "divide the 6 rows"),
-        ((torch.ones(6), 0), {}, "at least 1"),
-        ((torch.ones(6), 2.0), {}, "group must be an int"),
-        ((torch.ones(6), torch.zeros(5, dtype=torch.int64)), {}, "shape"),
-        ((torch.ones(6), torch.zeros(6, dtype=torch.int32)), {}, "int64"),
-        ((torch.tensor([1.0, math.inf]), 2), {}, "row 1 is infinite"),
-        ((torch.tensor([[1.0, 0.0], [0.0, -math.inf]]), 2), {}, "row 1 is infinite"),
-        ((torch.ones(6, dtype=torch.complex64), 2), {}, "real numbers"),
-        (([1.0, 0.0], 2), {}, "real numbers"),
-        ((torch.ones(2, 2, 2), 2), {}, "\\[B\\] or \\[B, F\\]"),
-        ((torch.ones(6), 2), {"baseline": "median"}, "baseline must be one of"),
-        ((torch.ones(6), 2), {"scale": "group"}, "scale must be one of"),
-        ((torch.ones(6, 0), 2), {}, "\\[B\\] or \\[B, F\\]"),
-        ((torch.ones(6), 2), {"eps": -1e-4}, "eps"),
+        ((torch.ones(6), 4), {}, "group=4 must be at least 1 and divide the 6 rows; unequal groups need ids"),
+        ((torch.ones(6), 0), {}, "group=0 must be at least 1"),
+        ((torch.ones(6), 2.0), {}, "group must be an int, .* got float"),
+        ((torch.ones(6), torch.zeros(5, dtype=torch.int64)), {}, "group must have shape \\[6\\] .*, got \\[5\\]"),
+        ((torch.ones(6), torch.zeros(6, dtype=torch.int32)), {}, "got torch.int32; convert it with group.long"),
+        ((torch.tensor([1.0, math.inf]), 2), {}, "got \\[inf\\] in row 1; clip them, or set them to NaN"),
+        ((torch.tensor([[1.0, 0.0], [0.0, -math.inf]]), 2), {}, "got \\[0.0, -inf\\] in row 1; clip them"),
+        ((torch.ones(6, dtype=torch.complex64), 2), {}, "real numbers, got torch.complex64"),
+        (([1.0, 0.0], 2), {}, "real numbers, got list; torch.as_tensor makes one"),
+        ((torch.ones(2, 2, 2), 2), {}, "\\[B\\] or \\[B, F\\] .*, got \\[2, 2, 2\\]"),
+        ((torch.ones(6), 2), {"baseline": "median"}, "baseline must be one of .*, got 'median'"),
+        ((torch.ones(6), 2), {"scale": "group"}, "scale must be one of .*, got 'group'"),
+        ((torch.ones(6, 0), 2), {}, "F of at least 1, got \\[6, 0\\]"),
+        ((torch.ones(6), 2), {"eps": -1e-4}, "eps must be a finite number of at least 0, got -0.0001"),
         ((torch.ones(6), 2), {"unbiased": "no"}, "unbiased must be True or False, got 'no'"),
-        ((torch.ones(6), 2), {"weights": [1.0]}, "rewards are \\[B\\]"),
-        ((torch.ones(6, 2), 2), {"weights": [1.0]}, "2 finite numbers"),
-        ((torch.ones(6), 2), {"combine": "normalize_then_sum"}, "several reward functions"),
-        ((torch.ones(6, 2), 2), {"combine": "normalize_then_sum", "scale": "none"}, 'scale="std"'),
-        ((torch.tensor([2.0, 0.0]), 2), {"scale": "bernoulli"}, "rewards in \\[0, 1\\]"),
-        ((torch.ones(6), 2), {"backend": "cuda"}, "backend must be one of"),
-        ((torch.ones(6, dtype=torch.float64), 2), {"backend": "triton"}, "float64"),
+        ((torch.ones(6), 2), {"weights": [1.0]}, "got weights=\\[1.0\\] and rewards \\[6\\]; leave weights out"),
+        ((torch.ones(6, 2), 2), {"weights": [1.0]}, "2 finite numbers, one per reward function, got \\[1.0\\]"),
+        (
+            (torch.ones(6), 2),
+            {"combine": "normalize_then_sum"},
+            "several reward functions .*, got rewards \\[6\\]; pass",
+        ),
+        (
+            (torch.ones(6, 2), 2),
+            {"combine": "normalize_then_sum", "scale": "none"},
+            """scale="std", got .*scale='none'""",
+        ),
+        ((torch.tensor([2.0, 0.0]), 2), {"scale": "bernoulli"}, "rewards in \\[0, 1\\] .*, got 2; pass scale="),
+        ((torch.ones(6), 2), {"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
+        ((torch.ones(6, dtype=torch.float64), 2), {"backend": "triton"}, "float64 is served .* pass backend="),
     ],
 )
 def test_refusals(arguments, settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         group_advantage(*arguments, **settings)
+
+
+def test_a_weighted_sum_leaves_out_the_functions_without_a_reward():
+    rewards = torch.tensor([[1.0, 0.5], [NAN, 0.5], [1.0, NAN], [NAN, NAN]])
+    got = weighted_sum(rewards, [2.0, -1.0])
+    assert got.dtype == torch.float64
+    assert torch.equal(got.nan_to_num(9.0), torch.tensor([1.5, -0.5, 2.0, 9.0], dtype=torch.float64))
+    assert torch.equal(weighted_sum(rewards, torch.tensor([2.0, -1.0]))[:3], got[:3])
 
 
 ADDENDS = [[0.1, 0.2], [0.2, 0.1], [0.3, 0.0], [0.15, 0.15]]
@@ -409,10 +426,10 @@ def test_pass_at_k_degenerate_groups(backend):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.tensor([1.0, 0.5, 0, 0]), 4, 2), "rewards of 0 and 1"),
-        ((torch.tensor([1.0, 0, 0, 0]), 4, 4), "more than 4 rows"),
-        ((torch.tensor([1.0, 0, 0, 0]), 4, 0), "at least 1"),
-        ((torch.ones(4, 2), 4, 1), "must be \\[B\\]"),
+        ((torch.tensor([1.0, 0.5, 0, 0]), 4, 2), "rewards of 0 and 1 .*, got 0.5; apply a threshold"),
+        ((torch.tensor([1.0, 0, 0, 0]), 4, 4), "k=4 needs groups of more than 4 rows.*a group has 4: pass a smaller k"),
+        ((torch.tensor([1.0, 0, 0, 0]), 4, 0), "k must be at least 1, got 0"),
+        ((torch.ones(4, 2), 4, 1), "must be \\[B\\], got \\[4, 2\\]; combine"),
     ],
 )
 def test_pass_at_k_refusals(arguments, message):

@@ -372,7 +372,7 @@ def test_double_backward_is_refused():
     inputs, target = tensors()
     value = linear_logprob(inputs["hidden"], inputs["weight"], target).sum()
     (grad,) = torch.autograd.grad(value, inputs["hidden"], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated twice"):
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*amir_kernels.reference.linear_logprob"):
         grad.sum().backward()
 
 
@@ -564,34 +564,29 @@ def test_whatever_else_is_sharded_is_refused_with_the_way_out():
 
     for name, value in (given | {"temperature": torch.ones(target.shape)}).items():
         said = {"a": "lora A", "b": "lora B"}.get(name, name)
-        with pytest.raises(
-            ValueError, match=rf"^{said} is a DTensor, expected the whole tensor; gather it first: .*full_tensor"
-        ):
+        with pytest.raises(ValueError, match=rf"^{said} is a DTensor, expected the whole .*; gather it.*full_tensor"):
             call(**given | {name: value.as_subclass(LikeDTensor)})
         if name in ("bias", "a", "b"):
-            with pytest.raises(
-                ValueError,
-                match=rf"^{said} is an empty shard of shape \[0\], expected the whole tensor; gather it first",
-            ):
+            with pytest.raises(ValueError, match=rf"^{said} is an empty shard of shape \[0\], .*; gather it first"):
                 call(**given | {name: torch.empty(0)})
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"temperature": 0.0}, ValueError, "temperature"),
-        ({"temperature": torch.ones(19)}, ValueError, "temperature"),
-        ({"temperature": torch.ones(2, 19, requires_grad=True)}, ValueError, "detach"),
+        ({"temperature": 0.0}, ValueError, "temperature must be a positive finite number, got 0.0"),
+        ({"temperature": torch.ones(19)}, ValueError, r"temperature must have shape \[2, 19\] .*, got \[19\]"),
+        ({"temperature": torch.ones(2, 19, requires_grad=True)}, ValueError, "requires a gradient.*; pass .*detach"),
         ({"temperature": torch.zeros(2, 19)}, ValueError, "positive, got 0.0 at position"),
-        ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"bias": torch.ones(300)}, ValueError, "bias"),
-        ({"workspace_bytes": 0}, ValueError, "workspace_bytes"),
-        ({"backend": "cuda"}, ValueError, "backend"),
-        ({"lora": (torch.ones(2, 24), torch.ones(301, 3), 1.0)}, ValueError, "lora B"),
-        ({"hidden": torch.ones(2, 19, 23)}, ValueError, "hidden"),
-        ({"target": torch.ones(2, 19, dtype=torch.int32)}, TypeError, "target"),
-        ({"target": torch.ones(2, 18, dtype=torch.int64)}, ValueError, "target"),
-        ({"weight": torch.ones(301, 24, dtype=torch.int64)}, TypeError, "weight"),
+        ({"softcap": -1.0}, ValueError, "softcap must be a positive finite number, got -1.0"),
+        ({"bias": torch.ones(300)}, ValueError, r"bias must have shape \[301\] .*, got \[300\]"),
+        ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be at least 1, got 0"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of .*, got 'cuda'"),
+        ({"lora": (torch.ones(2, 24), torch.ones(301, 3), 1.0)}, ValueError, r"lora B .* \[301, 2\].*got \[301, 3\]"),
+        ({"hidden": torch.ones(2, 19, 23)}, ValueError, r"hidden must be .* H = 24 as in weight, got \[2, 19, 23\]"),
+        ({"target": torch.ones(2, 19, dtype=torch.int32)}, TypeError, "target must be .*, got torch.int32; convert it"),
+        ({"target": torch.ones(2, 18, dtype=torch.int64)}, ValueError, r"target must .*\[2, 19\].*, got \[2, 18\]"),
+        ({"weight": torch.ones(301, 24, dtype=torch.int64)}, TypeError, "weight must be .*, got torch.int64; convert"),
     ],
 )
 def test_wrong_arguments_are_refused(change, error, match):

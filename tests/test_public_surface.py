@@ -1,6 +1,8 @@
 """The public surface: `__all__` is what is there, and each reference has its op's name and signature."""
 
 import inspect
+import subprocess
+import sys
 import types
 
 import pytest
@@ -20,6 +22,22 @@ def test_all_is_what_is_there():
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert public == set(amir_kernels.__all__)
+
+
+def test_the_reference_and_the_modules_are_there_after_one_import():
+    """The function `linear_logprob` hides the folder of its name as an attribute, not for imports from it."""
+    code = (
+        "import amir_kernels\n"
+        "assert callable(amir_kernels.reference.linear_logprob)\n"
+        "from amir_kernels.linear_logprob import LogprobEntropy, linear_logprob, linear_policy_loss\n"
+        "from amir_kernels.linear_logprob.tiling import TileSize\n"
+        "assert linear_logprob is amir_kernels.linear_logprob\n"
+        "assert linear_policy_loss is amir_kernels.linear_policy_loss\n"
+        "from amir_kernels.policy_loss import MAX_LOG_RATIO\n"
+        "from amir_kernels.preference_loss import PairRule, preference_terms\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in WITHOUT_REFERENCE])

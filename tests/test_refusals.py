@@ -1,6 +1,7 @@
 """What every public op refuses alike: what is no number, no tensor, on another device, and bounds that are none."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ COUNTS = [
 ]
 
 
+def found(value):
+    """How an error shows the value that was passed."""
+    return type(value).__name__ if isinstance(value, list | torch.Tensor) else re.escape(repr(value))
+
+
+def found_no_number(value):
+    """How an error shows a value that is no number, and for a tensor the remedy."""
+    return found(value) + ("; it would get no gradient: pass a float" if isinstance(value, torch.Tensor) else "")
+
+
 def named(op_and_name):
     return getattr(op_and_name, "__name__", str(op_and_name))
 
@@ -118,16 +129,16 @@ def named(op_and_name):
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
 def test_a_scalar_is_a_finite_number_and_no_tensor(op, name, value):
     op(**OPS[op]() | {name: 0.5})
-    with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be a .*, got {found_no_number(value)}"):
         op(**OPS[op]() | {name: value})
 
 
 @pytest.mark.parametrize("op", [linear_logprob, linear_policy_loss], ids=named)
 @pytest.mark.parametrize("value", ["0.1", True, math.nan, None], ids=str)
 def test_a_temperature_and_a_lora_scaling_are_numbers_too(op, value):
-    with pytest.raises((TypeError, ValueError), match=r"^temperature must be "):
+    with pytest.raises((TypeError, ValueError), match=rf"^temperature must be a finite number, got {found(value)}"):
         op(**OPS[op]() | {"temperature": value})
-    with pytest.raises((TypeError, ValueError), match=r"^lora scaling must be "):
+    with pytest.raises((TypeError, ValueError), match=rf"^lora scaling must be a finite number, got {found(value)}"):
         op(**OPS[op]() | {"lora": (*head()["lora"][:2], value)})
 
 
@@ -148,7 +159,7 @@ def test_what_is_no_flag_no_group_and_no_choice_is_refused():
     with pytest.raises(TypeError, match=r"^entropy_grad must be True or False, got 'false'"):
         linear_logprob_entropy(**head() | {"entropy_grad": "false"})
     for op in (linear_logprob, linear_logprob_entropy, linear_policy_loss):
-        with pytest.raises(TypeError, match=r"^process_group must be .* got int"):
+        with pytest.raises(TypeError, match=r"^process_group must be .*mesh.get_group.* got int"):
             op(**OPS[op]() | {"process_group": -100})  # what torch.distributed gives those outside a group
     with pytest.raises(ValueError, match=r"^normalize must be one of 'mean', 'sum', got 'max'"):
         linear_policy_loss(**linear_policy() | {"preference_weights": None, "normalize": "max"})
@@ -157,14 +168,18 @@ def test_what_is_no_flag_no_group_and_no_choice_is_refused():
 @pytest.mark.parametrize(("op", "name"), COUNTS, ids=named)
 @pytest.mark.parametrize("value", NO_COUNTS, ids=str)
 def test_a_count_is_an_int(op, name, value):
-    with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+    expected = "at least 1" if value == 0 and value is not True else "an int"
+    shown = "float" if value == 2.5 else found(value)
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be {expected}, got {shown}"):
         op(**OPS[op]() | {name: value})
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
 def test_the_parts_of_an_objective_are_numbers(value):
     for name in ("clip_low", "clip_high", "kl_coef", "mirror_coef", "entropy_coef", "dual_clip"):
-        with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"^{name} must be a finite number.*, got {found_no_number(value)}"
+        ):
             Objective(**{name: value})
     with pytest.raises((TypeError, ValueError), match=r"^max_completion_length must be "):
         OBJECTIVES["dr_grpo"].replace(max_completion_length=value)
@@ -173,10 +188,10 @@ def test_the_parts_of_an_objective_are_numbers(value):
 def test_a_plan_of_the_scratch_takes_what_the_call_takes():
     tensors = {name: head()[name] for name in ("hidden", "weight")}
     for given, message in (
-        ({"workspace_bytes": 2.5}, "workspace_bytes must be an int"),
-        ({"workspace_bytes": 0}, "workspace_bytes must be at least 1"),
-        ({"lora": head()["lora"][:2]}, "lora must be"),
-        ({"hidden": [1.0]}, "hidden must be a tensor"),
+        ({"workspace_bytes": 2.5}, "workspace_bytes must be an int, got float"),
+        ({"workspace_bytes": 0}, "workspace_bytes must be at least 1, got 0"),
+        ({"lora": head()["lora"][:2]}, "lora must be the three values .*, got 2 values"),
+        ({"hidden": [1.0]}, "hidden must be a tensor, got list; torch.as_tensor makes one"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             workspace_of(**tensors | given)
@@ -201,10 +216,10 @@ def test_a_divisor_follows_one_rule_as_a_number_and_as_a_tensor(name):
         assert abs(loss(value) * (value or 1) / loss(1) - 1) < 1e-6, value
     for value in (math.nan, -1, math.inf):
         for given in (value, torch.tensor(value)):
-            with pytest.raises(ValueError, match=f"^{name} must be a finite number of at least 0"):
+            with pytest.raises(ValueError, match=rf"^{name} must be a finite number of at least 0, got {value}"):
                 loss(given)
     for value in ("3", True, [3]):
-        with pytest.raises(TypeError, match=f"^{name} must be "):
+        with pytest.raises(TypeError, match=f"^{name} must be a finite number of at least 0, got {found(value)}"):
             loss(value)
 
 
@@ -226,7 +241,7 @@ def test_tensors_elsewhere_are_refused(op, name):
         elsewhere, said = arguments | {"lora": (lora_a, lora_b.to("meta"), scaling)}, "lora B"
     else:
         elsewhere, said = arguments | {name: arguments[name].to("meta")}, name
-    with pytest.raises(ValueError, match=f"^({said}) is on meta, .* on cpu"):
+    with pytest.raises(ValueError, match=f"^({said}) is on meta, .* on cpu; .*: move one of them"):
         op(**elsewhere)
 
 
@@ -240,7 +255,7 @@ def test_floats_of_8_bits_are_refused(op, name):
         arguments[name] = value.to(torch.float8_e5m2)
     else:
         return
-    with pytest.raises(TypeError, match=f"^{name}.* at least 16 bits, got torch.float8_e5m2"):
+    with pytest.raises(TypeError, match=f"^{name}.* at least 16 bits, got torch.float8_e5m2; convert it first"):
         op(**arguments)
 
 
@@ -271,15 +286,16 @@ def test_bounds_of_packed_rows_lie_in_the_tokens(bounds):
     logprobs = -torch.rand(20)
     for dtype in (torch.int32, torch.int64):
         cu_seqlens = torch.tensor(bounds, dtype=dtype)
-        with pytest.raises(ValueError, match=r"^cu_seqlens must start with 0"):
+        shown = re.escape(f"got {bounds} for 20 tokens")
+        with pytest.raises(ValueError, match=f"^cu_seqlens must start with 0, .*, {shown}"):
             policy_loss(logprobs, logprobs, torch.ones(4), cu_seqlens=cu_seqlens)
-        with pytest.raises(ValueError, match=r"^cu_seqlens must start with 0"):
+        with pytest.raises(ValueError, match=f"^cu_seqlens must start with 0, .*, {shown}"):
             sequence_logprob(logprobs, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 1000], torch.tensor(5).numpy(), "0,5"], ids=str)
 def test_bounds_are_a_tensor(bounds):
-    with pytest.raises(TypeError, match=r"^cu_seqlens must be a tensor"):
+    with pytest.raises(TypeError, match=r"^cu_seqlens must be a tensor, got .*; torch.as_tensor makes one"):
         sequence_logprob(-torch.rand(20), cu_seqlens=bounds)
 
 

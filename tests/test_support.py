@@ -272,7 +272,7 @@ def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
     falcon = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
     refused(AutoModelForCausalLM.from_config(FalconConfig(**falcon)), "'falcon' (FalconForCausalLM) is not one of")
     refused(torch.nn.Linear(2, 2), "Linear has no config.model_type; pass the causal LM itself")
-    refused(torch.nn.Sequential(model()), "without what is wrapped around it")
+    refused(torch.nn.Sequential(model()), "without a wrapper around it")
     refused(model().model, "LlamaModel has no output embeddings; pass the causal LM")
     classifier = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES))
     refused(classifier, "LlamaForSequenceClassification has no output embeddings")
@@ -283,7 +283,7 @@ def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
     for weight, words in (
         (torch.nn.Parameter(torch.empty(0)), "sharded; gather it"),
         (Sharded(torch.empty(101, 32)), "process_group"),
-        (torch.nn.Parameter(torch.empty(51, 32)), "51 of 101 rows (tensor parallel?)"),
+        (torch.nn.Parameter(torch.empty(51, 32)), "51 of 101 rows (tensor parallelism?)"),
     ):
         made = model()
         made.lm_head.weight = weight
@@ -294,14 +294,14 @@ def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
 
     quantized = model()
     quantized.lm_head = type("Linear4bit", (torch.nn.Linear,), {})(32, 101, bias=False)
-    refused(quantized, "Linear4bit, not a torch.nn.Linear; keep the head out")
+    refused(quantized, "Linear4bit, not a torch.nn.Linear; exclude the head")
     hooked = model()
     hooked.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-    refused(hooked, "forward hooks")
+    refused(hooked, "forward hooks, which are skipped when only its weight is used; remove them")
     patched = model()
     plain = patched.lm_head.forward
     patched.lm_head.forward = lambda hidden: plain(hidden) * 2
-    refused(patched, "a forward of its own")
+    refused(patched, "a patched forward, which is skipped when only its weight is used; delete it")
     patched.lm_head._hf_hook = None  # Accelerate's mark: it moves data only
     assert supports(patched).refusal is None
 

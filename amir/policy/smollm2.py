@@ -4,7 +4,9 @@ The package holds a 4-bit GGUF file (Q4_1, Apache-2.0). A model loaded straight 
 conversion loses the tokenizer's digit splitting, so both are rebuilt once and kept in the cache folder.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 from pathlib import Path
@@ -42,13 +44,14 @@ def _converted(gguf: Path) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The converted model's folder; converts on the first call (about 45 s), atomically."""
+    """The converted model's folder; converts on the first call (seconds to a minute), atomically."""
     gguf = packaged_gguf()
     target = _converted(gguf)
     if not target.exists():
         staging = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            _convert(gguf, staging)
+            with contextlib.redirect_stderr(io.StringIO()):  # Transformers' progress bars
+                _convert(gguf, staging)
             _publish(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which backend serves a call. Triton is optional: without it, or without a GPU it serves, the torch backend does."""
+"""The choice between the two backends. Triton is optional: without it, or without a GPU, the torch backend serves."""
 
 import os
 
@@ -31,7 +31,7 @@ def _triton_obstacle(tensor: Tensor) -> str | None:
 
 
 def use_triton(backend: str, tensor: Tensor) -> bool:
-    """Decides between the two backends for a call whose main input is `tensor`; raises for what cannot be had."""
+    """Whether Triton serves a call whose main input is `tensor`; raises if it is asked for and cannot."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "torch":

@@ -1,4 +1,4 @@
-"""Triton kernels over groups: advantages, and the sums over each row's pairs. Imported only where Triton serves a call.
+"""Triton kernels over groups: advantages, and sums over the pairs of each row. Imported only if Triton serves a call.
 
 Legend: B rows sorted by group. Offsets are int64; every sum has a fixed order and there are no atomics.
 """
@@ -14,12 +14,12 @@ MAX_GROUP_BLOCK = 512
 ROW_BLOCK = 32
 COLUMN_BLOCK = 16
 RESOURCES = {} if torch.version.hip else {"maxnreg": 255}
-"""Without a bound of its own, ptxas spills a few registers where that lets one program more run at once."""
+"""Launch options. Without a bound, ptxas spills a few registers where that lets one more program run at once."""
 
 
 @triton.jit
 def _known(reward):
-    """False for NaN."""
+    """Whether a reward is not NaN."""
     return reward == reward  # noqa: PLR0124
 
 
@@ -35,9 +35,9 @@ def _group_advantage_kernel(
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per group: least reward, mean excess over it, squared deviations, then the advantages.
+    """One program per group computes the least reward, the mean excess over it, squared deviations and the advantages.
 
-    The excesses of rewards that differ by rounding only are 0.
+    Where the rewards of a group differ by rounding only, the excesses are 0.
     """
     group = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets + group)
@@ -99,7 +99,7 @@ def group_advantages(
     unbiased: bool,
     rounding: float,
 ) -> Tensor:
-    """Advantages of sorted float64 rewards `[B]` (NaN: not scorable); scale "batch" is left to the caller."""
+    """Advantages of sorted float64 rewards `[B]`, NaN where not scorable. The caller applies the scale "batch"."""
     advantages = torch.empty_like(rewards)
     groups = offsets.numel() - 1
     if groups:
@@ -122,10 +122,10 @@ def group_advantages(
 
 @triton.jit
 def _pass_at_k_kernel(rewards, offsets, advantages, k, BLOCK: tl.constexpr):
-    """One program per group: n scorable rows, c of them correct, then each row's contribution.
+    """One program per group counts n scorable rows, c of them correct, and computes each row's contribution.
 
-    missed = prod_{t<k} (n-1-c'-t)^+ / (n-1-t) is the share of the k-subsets of the others that hold none of their c'
-    correct rows, and before that product's last factor the share for k - 1.
+    prod_{t<k} (n-1-c'-t)^+ / (n-1-t) is the share of the k-subsets of the others that contain none of their c' correct
+    rows; without its last factor it is the share for k - 1.
     """
     group = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets + group)
@@ -158,7 +158,7 @@ def _pass_at_k_kernel(rewards, offsets, advantages, k, BLOCK: tl.constexpr):
 
 
 def pass_at_k_advantages(rewards: Tensor, offsets: Tensor, longest: int, k: int) -> Tensor:
-    """Of sorted float64 rewards `[B]` of 0 and 1 (NaN: not scorable)."""
+    """Pass@k contributions of sorted float64 rewards `[B]` of 0 and 1, NaN where not scorable."""
     advantages = torch.empty_like(rewards)
     groups = offsets.numel() - 1
     if groups:
@@ -170,14 +170,14 @@ def pass_at_k_advantages(rewards: Tensor, offsets: Tensor, longest: int, k: int)
 
 @triton.jit
 def _wins(reward_i, reward_j, MARGIN: tl.constexpr, ROUNDING: tl.constexpr):
-    """The pair rule."""
+    """The pair rule: whether r_i - r_j exceeds the margin by more than rounding."""
     noise = ROUNDING * tl.maximum(tl.maximum(tl.abs(reward_i), tl.abs(reward_j)), 1.0)
     return reward_i - reward_j - MARGIN > noise
 
 
 @triton.jit
 def _best_row(rewards, start, end, first, last, rows, COLUMNS: tl.constexpr):
-    """Of [start, end), `[ROWS, 1]` each: the row of the highest reward, the first on ties; -1 where none has one."""
+    """The row of the highest reward in [start, end), `[ROWS, 1]` each, the first on ties; -1 if all rewards are NaN."""
     best = tl.max(start * 0 - 1, axis=1)
     highest = tl.max(start.to(tl.float64) * 0 + float("-inf"), axis=1)
     for column in range(first, last, COLUMNS):
@@ -206,7 +206,7 @@ def _count_pairs(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Pairs of the group [start, end) with a gap above `bits` (a float64's), and those at `bits` up to `rank`."""
+    """Counts the pairs of [start, end) with a gap above that of `bits` (a float64's), and those at it up to `rank`."""
     above = start * 0
     upto = start * 0
     for row in range(start, end, ROWS):
@@ -240,9 +240,10 @@ def _pair_cap_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The last pair that each group keeps, for its first row: bisection over the gaps' bits, then over the ranks.
+    """The last pair that each group keeps, stored for its first row, by bisection over the gaps' bits and the ranks.
 
-    A pair's gap is positive, and positive float64 are ordered as their bits are. (0, 0) where nothing is dropped.
+    The gap of a pair is positive, and positive float64 numbers are ordered like their bits. (0, 0) if no pair is
+    dropped.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)
@@ -257,7 +258,7 @@ def _pair_cap_kernel(
             best = tl.max(_best_row(rewards, bounds + start, bounds + end, start, end, rows, COLUMNS), axis=0)
         above, upto = _count_pairs(rewards, start, end, best, low, rank, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS)
         if above > max_pairs:
-            # low: more than max_pairs lie above; high: no more than that do
+            # more than max_pairs pairs lie above `low`, at most max_pairs above `high`
             high = low + 0x7FF0000000000000
             while high - low > 1:
                 middle = low + (high - low) // 2
@@ -267,28 +268,28 @@ def _pair_cap_kernel(
                 enough = above > max_pairs
                 low = tl.where(enough, middle, low)
                 high = tl.where(enough, high, middle)
-            # the last kept pair has the gap `high` unless exactly max_pairs lie above it, at `high + 1` and more
+            # the last kept pair has the gap `high`, unless exactly max_pairs pairs lie above it, at `high + 1` or more
             low = high
             lowest = start * 0 - 1
             highest = size * size - 1
             above, upto = _count_pairs(rewards, start, end, best, low, highest, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS)
-            wanted = max_pairs - above
+            needed = max_pairs - above
             while highest - lowest > 1:
                 middle = lowest + (highest - lowest) // 2
                 above, upto = _count_pairs(
                     rewards, start, end, best, low, middle, MARGIN, ROUNDING, TOPK, ROWS, COLUMNS
                 )
-                enough = upto >= wanted
+                enough = upto >= needed
                 highest = tl.where(enough, middle, highest)
                 lowest = tl.where(enough, lowest, middle)
-            rank = tl.where(wanted > 0, highest, start * 0 - 1)
+            rank = tl.where(needed > 0, highest, start * 0 - 1)
     tl.store(cap_bits + row, low)
     tl.store(cap_ranks + row, rank)
 
 
 @triton.jit
 def _log1p(t):
-    """log(1 + t) for t in [0, 1], without the rounding of 1 + t."""
+    """log(1 + t) for t in [0, 1], corrected for the rounding of 1 + t."""
     u = 1.0 + t
     return tl.where(u == 1.0, t, tl.log(u) * (t / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -316,7 +317,7 @@ def _pair_row_sums_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program per block of sorted rows, against all members of their groups, a block of columns at a time."""
+    """One program compares a block of sorted rows with all members of their groups, one block of columns at a time."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = i < rows
     score_i = tl.load(scores + i, mask=live, other=0.0)[:, None]
@@ -336,9 +337,9 @@ def _pair_row_sums_kernel(
     loss = tl.zeros([ROWS], tl.float32)
     grad = tl.zeros([ROWS], tl.float32)
     logit = tl.zeros([ROWS], tl.float32)
-    wins = tl.zeros([ROWS], tl.int64)
-    defeats = tl.zeros([ROWS], tl.int64)
-    right = tl.zeros([ROWS], tl.int64)
+    times_chosen = tl.zeros([ROWS], tl.int64)
+    times_rejected = tl.zeros([ROWS], tl.int64)
+    positive_logits = tl.zeros([ROWS], tl.int64)
     for column in range(first, last, COLUMNS):
         j = (column + lane)[None, :]
         reward_j = tl.load(rewards + j, mask=j < last, other=float("nan"))
@@ -362,21 +363,21 @@ def _pair_row_sums_kernel(
         loss += tl.sum(tl.where(over, tl.maximum(-z, 0.0) + _log1p(t), 0.0), axis=1)
         grad += tl.sum(tl.where(under, positive, 0.0) - tl.where(over, negative, 0.0), axis=1)
         logit += tl.sum(tl.where(over, z, 0.0), axis=1)
-        wins += tl.sum(over.to(tl.int64), axis=1)
-        defeats += tl.sum(under.to(tl.int64), axis=1)
-        right += tl.sum((over & (z > 0.0)).to(tl.int64), axis=1)
+        times_chosen += tl.sum(over.to(tl.int64), axis=1)
+        times_rejected += tl.sum(under.to(tl.int64), axis=1)
+        positive_logits += tl.sum((over & (z > 0.0)).to(tl.int64), axis=1)
     tl.store(losses + i, loss, mask=live)
     tl.store(grads + i, beta * grad, mask=live)
-    tl.store(chosen + i, wins, mask=live)
-    tl.store(rejected + i, defeats, mask=live)
-    tl.store(correct + i, right, mask=live)
+    tl.store(chosen + i, times_chosen, mask=live)
+    tl.store(rejected + i, times_rejected, mask=live)
+    tl.store(correct + i, positive_logits, mask=live)
     tl.store(logits + i, logit, mask=live)
 
 
 def pair_row_sums(
     scores: Tensor, rewards: Tensor, where: Segments, beta: float, margin: float, topk: bool, cap: int, rounding: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Per sorted row: loss, gradient, pairs as chosen, as rejected, correct ones, sum of logits. `cap` 0 is no cap."""
+    """Per sorted row: loss, gradient, pairs as chosen, as rejected, correct ones, sum of logits. `cap` 0 keeps all."""
     rows = scores.shape[0]
     losses, grads, logits = (torch.empty_like(scores) for _ in range(3))
     chosen, rejected, correct = (torch.empty_like(where.start) for _ in range(3))

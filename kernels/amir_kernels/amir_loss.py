@@ -19,7 +19,7 @@ from .sequence_logprob import sequence_logprob
 
 
 class AmirLoss(NamedTuple):
-    """What `amir_loss` returns: `loss = policy + lambda_reg * preference`."""
+    """The result of `amir_loss`: `loss = policy + lambda_reg * preference`."""
 
     loss: Tensor
     """0-d, float32 (float64 for float64 inputs)"""
@@ -69,17 +69,20 @@ def amir_loss(
         ref_logprobs: like `logprobs`; needed unless `ref_free=True`. No gradient.
         preference_weights: `[B]`, d(-J_pref)/d score of these rows, computed once for their whole groups by
             `preference_weights`. The preference term is then `sum(weights * scores)`: the right gradient, but not the
-            value of -J_pref, and the pairs' metrics are left out (they were known where the weights were made).
+            value of -J_pref, and the pairs' metrics are left out (they are known where the weights are computed).
         num_pairs: pairs of the whole optimizer step, the divisor of J_pref; 0 counts as 1. Default: those of this call.
 
     The other arguments are those of `policy_loss`. A row without tokens forms no pair. The gradient goes to `logprobs`,
-    and to `entropy` for the bonus. Autograd keeps O(tokens + B), no pair. No host sync but that of `preference_loss`.
+    and to `entropy` for the bonus. Autograd keeps O(tokens + B), no pair. Synchronizes the device only where
+    `preference_loss` does.
 
     Metrics beside `policy_loss`'s: `pairs`, `pairs_correct` (positive logit), `pair_logit_sum`, and over the pairs
     `chosen_logprob_sum`, `rejected_logprob_sum` (of `l_theta`).
     """
     if not ref_free and ref_logprobs is None:
-        raise ValueError("the preference term needs ref_logprobs; pass them, or ref_free=True to compare l_theta alone")
+        raise ValueError(
+            "the preference term needs ref_logprobs, got None; pass them, or ref_free=True to compare l_theta alone"
+        )
     check_number("lambda_reg", lambda_reg)
     check_flag("ref_free", ref_free)
     policy = policy_loss(
@@ -106,7 +109,10 @@ def amir_loss(
         preference = (preference_weights.detach() * scores).sum()
     else:
         if rewards is None or group is None:
-            raise ValueError("rewards and group are needed to form pairs; only preference_weights replaces them")
+            missing = "rewards" if rewards is None else "group"
+            raise ValueError(
+                f"rewards and group are needed to form pairs, got {missing}=None; pass both, or preference_weights"
+            )
         layout = token_layout(logprobs, mask, cu_seqlens)
         rule = PairRule(beta_dpo, reward_margin, pair_mining, max_pairs_per_group)
         valid = layout.counts(torch.float32) > 0

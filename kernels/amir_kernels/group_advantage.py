@@ -1,4 +1,4 @@
-"""Group advantages: what a completion's reward says relative to the other completions of its prompt.
+"""Group advantages: the reward of a completion relative to those of the other completions of its prompt.
 
 Legend: B completions (rows), F reward functions, G group size, n scorable rows of a group (reward not NaN).
 """
@@ -50,12 +50,14 @@ def group_advantage(
         backend: "auto", "triton" or "torch".
 
     With a baseline, a group whose rewards are all equal gets exactly 0, and so does one with a single scorable row.
-    Equal is up to rounding, as for the pairs of `preference_loss`: highest - lowest <= 4 * 2**-23 * max(1, |r|), |r|
-    the greater of their sizes, so sums of rewards that differ in their last bits are no signal in any dtype. Without a
-    baseline the deviation of such a group is 0.
-    Statistics are float64 in two passes around the group's least reward, so rewards like 1e6 + {0, 1} keep sign and
-    size. Returns float32, float64 for float64 rewards. Waits for the device to refuse infinite rewards, and to find
-    the groups of ids. Keeps nothing.
+    Rewards are equal up to rounding, as for the pairs of `preference_loss`: highest - lowest <= 4 * 2**-23 * max(1,
+    |r|), with |r| the larger of their magnitudes, so that sums of rewards that differ in their last bits are no signal
+    in any dtype. Without a baseline the deviation of such a group is 0.
+
+    Statistics are float64 in two passes around the group's least reward, so that rewards like 1e6 + {0, 1} keep sign
+    and size. Returns float32, or float64 for float64 rewards. Synchronizes the device to refuse infinite rewards, and
+    to find the groups of ids. Keeps nothing for a backward. Raises ValueError or TypeError for rewards, groups, weights
+    and options that do not fit.
 
     TRL's defaults are these defaults. verl's: `eps=1e-6`. Dr.GRPO: `scale="none"`. RLOO: `baseline="leave_one_out",
     scale="none"`. 2503.06639: `scale="bernoulli", eps=1e-5`.
@@ -77,11 +79,12 @@ def group_advantage(
     else:
         if factors is None:
             raise ValueError(
-                f'combine="normalize_then_sum" is for several reward functions [B, F], got {list(rewards.shape)}'
+                'combine="normalize_then_sum" is for several reward functions [B, F], got rewards '
+                f'{list(rewards.shape)}; pass combine="sum"'
             )
         if (baseline, scale) != ("mean", "std"):
             raise ValueError(
-                'combine="normalize_then_sum" normalizes by mean and deviation: it needs baseline="mean", scale="std", '
+                'combine="normalize_then_sum" normalizes by mean and deviation; it needs baseline="mean", scale="std", '
                 f"got baseline={baseline!r}, scale={scale!r}"
             )
         advantages = _normalize_then_sum(exact, factors, groups, options, triton)
@@ -89,6 +92,8 @@ def group_advantage(
 
 
 class _Options(NamedTuple):
+    """The formula of the advantage."""
+
     baseline: str
     scale: str
     eps: float
@@ -98,19 +103,28 @@ class _Options(NamedTuple):
 def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
     check_rewards(rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:].numel() == 0:
-        raise ValueError(f"rewards must be [B] or [B, F], got {list(rewards.shape)}")
+        raise ValueError(
+            f"rewards must be [B] or [B, F] with F of at least 1, got {list(rewards.shape)}; one row per completion"
+        )
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
     if bool(rewards.isinf().any()):
-        row = int(rewards.reshape(rewards.shape[0], -1).isinf().any(dim=1).nonzero()[0])
-        raise ValueError(f"rewards must be finite, or NaN for a row without one; row {row} is infinite")
+        rows = rewards.reshape(rewards.shape[0], -1)
+        row = int(rows.isinf().any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"rewards must be finite, or NaN for a row without a reward, got {rows[row].tolist()} in row {row}; "
+            "clip them, or set them to NaN to leave the row out"
+        )
 
 
 def _checked_weights(weights: Tensor | Sequence[float] | None, rewards: Tensor) -> Tensor | None:
     """One factor per reward function; None for rewards `[B]`."""
     if rewards.dim() == 1:
         if weights is not None:
-            raise ValueError("weights are for several reward functions [B, F]; rewards are [B]")
+            raise ValueError(
+                f"weights are for several reward functions [B, F], got weights={weights!r} and rewards "
+                f"{list(rewards.shape)}; leave weights out"
+            )
         return None
     functions = rewards.shape[1]
     if weights is None:
@@ -139,6 +153,8 @@ def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
 
 
 class _Groups(NamedTuple):
+    """The groups of the rows, sorted."""
+
     where: Segments
     offsets: Tensor
     """int64 `[groups + 1]`: the bounds of the groups in sorted rows"""
@@ -179,8 +195,9 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
     ordered = groups.where.sort(rewards)
     scored = ~ordered.isnan()
     if options.scale == "bernoulli" and not bool(((ordered >= 0) & (ordered <= 1) | ~scored).all()):
+        outside = ordered[scored & ~((ordered >= 0) & (ordered <= 1))][0].item()
         raise ValueError(
-            'scale="bernoulli" is for rewards in [0, 1] (a success probability); pass scale="std" for others'
+            f'scale="bernoulli" is for rewards in [0, 1] (a success probability), got {outside:g}; pass scale="std"'
         )
     if triton:
         from ._group_kernels import group_advantages
@@ -203,7 +220,7 @@ def _advantages(rewards: Tensor, groups: _Groups, options: _Options, triton: boo
 
 
 def _advantages_torch(ordered: Tensor, scored: Tensor, groups: _Groups, options: _Options) -> Tensor:
-    """Of sorted rows; scale "batch" is left to the caller."""
+    """Advantages of sorted rows; the caller divides where the scale is "batch"."""
     least = groups.min(ordered.nan_to_num(math.inf))
     excess = torch.where(scored & groups.differ(ordered), ordered - least, 0)
     count = groups.sum(scored.to(ordered.dtype))
@@ -227,7 +244,7 @@ def _advantages_torch(ordered: Tensor, scored: Tensor, groups: _Groups, options:
 
 
 def _divide(advantages: Tensor, scale: Tensor) -> Tensor:
-    """An advantage of exactly 0 stays 0, also over a scale of 0."""
+    """advantages / scale, where an advantage of exactly 0 stays 0 even if the scale is 0."""
     return torch.where(advantages == 0, 0, advantages / scale)
 
 
@@ -282,11 +299,11 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int, *, backend
     `rewards [B]` are 0 or 1; a NaN row gets 0 and is left out; other values raise ValueError, as does a group of k
     rows or fewer, which has no k others. Where NaN leaves k scorable rows or fewer, the group gets 0. A group that is
     all correct or all wrong gets exactly 0. float64 inside; returns float32, float64 for float64 rewards, which the
-    torch backend alone takes. `backend` is "auto", "triton" or "torch". Waits for the device.
+    torch backend alone takes. `backend` is "auto", "triton" or "torch". Synchronizes the device.
     """
     check_rewards(rewards)
     if rewards.dim() != 1:
-        raise ValueError(f"rewards must be [B], got {list(rewards.shape)}")
+        raise ValueError(f"rewards must be [B], got {list(rewards.shape)}; combine several reward functions first")
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
     check_count("k", k)
@@ -294,14 +311,17 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int, *, backend
     exact = rewards.detach().to(torch.float64)
     scored = ~exact.isnan()
     if not bool(((exact == 0) | (exact == 1) | ~scored).all()):
+        other = exact[scored & (exact != 0) & (exact != 1)][0].item()
         raise ValueError(
-            "pass_at_k_advantage is for rewards of 0 and 1 (NaN where there is none); threshold others first"
+            f"pass_at_k_advantage is for rewards of 0 and 1 (NaN where there is none), got {other:g}; apply a "
+            "threshold first"
         )
     groups = _find_groups(group, rewards.shape[0], rewards.device)
     sizes = groups.offsets.diff()
     if rewards.shape[0] and int(sizes.min()) <= k:
         raise ValueError(
-            f"k={k} needs groups of more than {k} rows, for the baseline of the others; one has {int(sizes.min())}"
+            f"k={k} needs groups of more than {k} rows, since the baseline draws k of the others; a group has "
+            f"{int(sizes.min())}: pass a smaller k or sample more completions"
         )
     ordered = groups.where.sort(exact)
     if triton:

@@ -1,4 +1,4 @@
-"""Policy objectives as values made of parts: `Objective` names the parts, `OBJECTIVES` the known choices of them.
+"""Policy objectives as values made of parts: `Objective` names the parts, `OBJECTIVES` the known choices.
 
 Legend: B completions (rows), N tokens that count, n_i those of row i, rho the policy ratio, A the advantage.
 """
@@ -19,11 +19,11 @@ AGGREGATIONS = (
 
 
 class Surrogate(NamedTuple):
-    """What a surrogate may be combined with."""
+    """The parts that a surrogate may be combined with."""
 
     ratio_levels: tuple[str, ...]
     defaults: dict[str, float]
-    """the parts that it uses beside those that every objective has"""
+    """the parts that this surrogate alone uses, with their defaults"""
 
 
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
@@ -41,7 +41,7 @@ SURROGATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A policy objective as a choice of parts. Combinations that mean nothing raise ValueError and say why.
+    """A policy objective as a choice of parts. A combination without a meaning raises ValueError, which says why.
 
     A part that the surrogate does not use must stay None; one that it uses gets its default.
     """
@@ -98,17 +98,17 @@ class Objective:
             check_number(name, getattr(self, name), at_least=0)
         check_number("entropy_coef", self.entropy_coef)
         check_flag("kl_bias_correction", self.kl_bias_correction)
-        self._settle_own_parts()
+        self._fill_in_defaults()
         self._refuse_combinations()
 
-    def _settle_own_parts(self) -> None:
-        """Fills in the defaults of the parts this surrogate uses and refuses those it does not."""
+    def _fill_in_defaults(self) -> None:
+        """Sets the defaults of the parts that this surrogate uses, and refuses those that it does not use."""
         used = SURROGATES[self.surrogate].defaults
         for name in sorted({name for surrogate in SURROGATES.values() for name in surrogate.defaults}):
             value = getattr(self, name)
             if name not in used:
                 if value is not None:
-                    raise ValueError(f"{name}={value!r} has no effect on surrogate={self.surrogate!r}: leave it None")
+                    raise ValueError(f"{name}={value!r} has no effect on surrogate={self.surrogate!r}; leave it None")
             elif value is None:
                 object.__setattr__(self, name, used[name])
             elif name.startswith("clip"):
@@ -124,10 +124,16 @@ class Objective:
                 f"got {self.ratio_level!r}"
             )
         if self.kl_bias_correction and self.ratio_level == "none":
-            raise ValueError('kl_bias_correction=True multiplies the KL by the ratio; ratio_level="none" has none')
+            raise ValueError(
+                'kl_bias_correction=True multiplies the KL by the ratio, and ratio_level="none" has no ratio; '
+                "set kl_bias_correction=False"
+            )
         if self.dual_clip is not None:
             if self.surrogate != "clip":
-                raise ValueError(f'dual_clip has no effect on surrogate={self.surrogate!r}; it belongs to "clip"')
+                raise ValueError(
+                    f"dual_clip={self.dual_clip!r} has no effect on surrogate={self.surrogate!r}; leave it None, or "
+                    'use surrogate="clip"'
+                )
             check_number("dual_clip", self.dual_clip)
             if not self.dual_clip > 1 + (self.clip_high or 0):
                 raise ValueError(
@@ -135,7 +141,10 @@ class Objective:
                 )
         if self.clip_bounds == "raw":
             if self.surrogate != "cispo":
-                raise ValueError(f'clip_bounds="raw" belongs to surrogate="cispo", got surrogate={self.surrogate!r}')
+                raise ValueError(
+                    f'clip_bounds="raw" belongs to surrogate="cispo", got surrogate={self.surrogate!r}; '
+                    'use clip_bounds="relative"'
+                )
             if not (self.clip_low or 0) <= 1 <= (self.clip_high or 0):
                 raise ValueError(
                     f"raw bounds must enclose 1, got [{self.clip_low}, {self.clip_high}]; "
@@ -144,8 +153,9 @@ class Objective:
         if self.max_completion_length is not None:
             if self.aggregation != "sequence_mean_token_sum_norm":
                 raise ValueError(
-                    f"max_completion_length has no effect on aggregation={self.aggregation!r}; "
-                    'it belongs to "sequence_mean_token_sum_norm"'
+                    f"max_completion_length={self.max_completion_length!r} has no effect on "
+                    f"aggregation={self.aggregation!r}; leave it None, or use "
+                    'aggregation="sequence_mean_token_sum_norm"'
                 )
             check_count("max_completion_length", self.max_completion_length)
 

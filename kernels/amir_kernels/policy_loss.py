@@ -1,11 +1,11 @@
-"""Policy losses of the GRPO family, built from parts, and the AMIR-GRPO loss on top of any of them.
+"""Policy losses of the GRPO family, built from parts.
 
-Per token t of row i, with rho the policy ratio, A the advantage and w an importance weight given by the caller:
+Per token t of row i, with rho the policy ratio, A the advantage and w an importance weight from the caller:
 
     loss_t = -w * surrogate(rho, A) + kl_coef * KL(ref) + mirror_coef * KL(old) - entropy_coef * H
 
 and the aggregation turns the tokens' losses into one number. `Objective` names the parts, `OBJECTIVES` the known
-choices. AMIR-GRPO (arXiv 2601.03661) adds the all-pairs preference loss: L = L_policy + lambda_reg * (-J_pref).
+choices.
 
 Legend: B completions (rows), L padded length, T packed tokens, N tokens that count, n_i those of row i. Log-probs are
 in nats.
@@ -35,35 +35,38 @@ VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Clean float32 or float64 values per token; exact zeros where the mask is off."""
+    """Float32 or float64 values per token, exact zeros where the mask is off."""
 
     logprobs: Tensor
     log_ratio: Tensor
-    """lp - old, not guarded"""
+    """lp - old, not clamped"""
     ratio: Tensor
-    """rho at the objective's level, from guarded log-ratios"""
+    """rho at the objective's level, from clamped log-ratios"""
     advantages: Tensor
     layout: TokenLayout
 
     def row_mean(self, values: Tensor) -> Tensor:
+        """Mean over the tokens of each row, `[B]`."""
         return self.layout.sum(values) / self.layout.counts(values.dtype).clamp(min=1)
 
 
 class _Gain(NamedTuple):
+    """A surrogate's value, and which tokens its clips affected."""
+
     value: Tensor
     """to maximize, per token"""
     clipped_low: Tensor | None = None
-    """bool per token: the lower clip took the gradient (`clip`, `geometric`) or changed the coefficient (`cispo`)"""
+    """bool per token: the lower clip removed the gradient (`clip`, `geometric`) or changed the coefficient (`cispo`)"""
     clipped_high: Tensor | None = None
     clipped_dual: Tensor | None = None
 
 
-def _guarded(log_ratio: Tensor) -> Tensor:
+def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _choose(positive: Tensor, here: float, elsewhere: float, dtype: torch.dtype) -> Tensor:
-    return torch.full_like(positive, elsewhere, dtype=dtype).masked_fill(positive, here)
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, dtype: torch.dtype) -> Tensor:
+    return torch.full_like(positive, otherwise, dtype=dtype).masked_fill(positive, if_positive)
 
 
 def _clip(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: float) -> _Gain:
@@ -89,7 +92,7 @@ def _cispo(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: fl
 
 def _sapo(tokens: _Tokens, objective: Objective, sapo_tau_pos: float, sapo_tau_neg: float) -> _Gain:
     positive = tokens.advantages > 0
-    tau = _choose(positive, sapo_tau_pos, sapo_tau_neg, tokens.ratio.dtype)
+    tau = _by_sign(positive, sapo_tau_pos, sapo_tau_neg, tokens.ratio.dtype)
     return _Gain(torch.sigmoid(tau * (tokens.ratio - 1)) * (4 / tau) * tokens.advantages)
 
 
@@ -104,8 +107,8 @@ def _vespo(
     log_weight = tokens.layout.sum(tokens.log_ratio.detach()).clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     log_weight = tokens.layout.broadcast(log_weight)
     positive = tokens.advantages >= 0
-    k = _choose(positive, vespo_k_pos, vespo_k_neg, log_weight.dtype)
-    lam = _choose(positive, vespo_lambda_pos, vespo_lambda_neg, log_weight.dtype)
+    k = _by_sign(positive, vespo_k_pos, vespo_k_neg, log_weight.dtype)
+    lam = _by_sign(positive, vespo_lambda_pos, vespo_lambda_neg, log_weight.dtype)
     phi = torch.exp(lam + k * log_weight - lam * torch.exp(log_weight))
     return _Gain(phi * tokens.advantages * tokens.logprobs)
 
@@ -113,8 +116,8 @@ def _vespo(
 def _geometric(tokens: _Tokens, objective: Objective, clip_low: float, clip_high: float) -> _Gain:
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
     clamped = log_ratio.clamp(-clip_low, clip_high)
-    kept = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    mean_ratio = torch.exp(_guarded(tokens.row_mean(kept)))
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    mean_ratio = torch.exp(_clamped(tokens.row_mean(pessimistic)))
     return _Gain(
         tokens.layout.broadcast(mean_ratio) * tokens.advantages,
         clipped_low=(log_ratio < -clip_low) & (sign < 0),
@@ -140,7 +143,7 @@ _GAINS: dict[str, Callable[..., _Gain]] = {
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` returns."""
+    """The result of `policy_loss`."""
 
     loss: Tensor
     """0-d, float32 (float64 for float64 inputs)"""
@@ -178,13 +181,13 @@ def policy_loss(
         importance_weight: `[B]` or per token, multiplies the policy term only. No gradient.
         num_tokens: divisor of a token mean for the whole optimizer step. Default: the tokens of this call.
         num_sequences: divisor of a sequence mean for the whole optimizer step. Default: B. Of the two, the one that the
-            aggregation does not use is ignored, so both may always be passed. Both are
-            finite and at least 0, as numbers and as tensors; 0 counts as 1.
+            aggregation does not use is ignored, so both may always be passed. Both are finite and at least 0, as
+            numbers and as tensors; 0 counts as 1.
         entropy: same shape; needed where `entropy_coef` is not 0, else only measured. Takes the gradient.
 
     A row without tokens contributes 0 and stays in a sequence mean, as in TRL. Log-ratios are clamped to +-20 before
     they are exponentiated, with zero gradient beyond. Everything is computed in float32, in float64 where an input is
-    float64. No host sync; `torch.compile(fullgraph=True)` traces it. Autograd keeps O(tokens).
+    float64. Does not synchronize the device; `torch.compile(fullgraph=True)` traces it. Autograd keeps O(tokens).
 
     Metrics add over micro-batches and ranks: `tokens`, `sequences`, `policy_sum` (the policy term), `ratio_sum`,
     `clip_low_count`, `clip_high_count`, `dual_clip_count`, `old_kl_sum`, and where measured `kl_sum`, `entropy_sum`;
@@ -226,21 +229,23 @@ def policy_loss(
 
 
 def resolve_objective(objective: str | Objective) -> Objective:
-    """The objective itself, or the known one of that name; an unknown name is refused with the nearest known."""
+    """The objective itself, or the known one of that name. The error of an unknown name says which is nearest."""
     if isinstance(objective, Objective):
         return objective
     if not isinstance(objective, str):
-        raise TypeError(f"objective must be a name or an Objective, got {type(objective).__name__}")
+        raise TypeError(
+            f"objective must be a name in OBJECTIVES or an Objective, got {type(objective).__name__} {objective!r}"
+        )
     if objective not in OBJECTIVES:
         near = max(OBJECTIVES, key=lambda known: _likeness(objective.lower(), known))
         raise ValueError(
-            f"objective {objective!r} is unknown; the nearest is {near!r}, all are {', '.join(OBJECTIVES)}"
+            f"objective {objective!r} is unknown; the nearest is {near!r}, the known ones are {', '.join(OBJECTIVES)}"
         )
     return OBJECTIVES[objective]
 
 
 def _likeness(name: str, known: str) -> tuple[float, float]:
-    """By order of letters, then by letters alone, which tells a swap ("gpro") from a replacement."""
+    """By the order of letters, then by the letters alone, which prefers a swap ("gpro") to a replacement."""
     in_order = difflib.SequenceMatcher(None, name, known).ratio()
     return in_order, difflib.SequenceMatcher(None, sorted(name), sorted(known)).ratio()
 
@@ -249,20 +254,18 @@ def _refuse_missing(
     objective: Objective, layout: TokenLayout, advantages: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None
 ) -> None:
     if objective.kl_coef and ref_logprobs is None:
-        raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs; pass them or an objective with kl_coef=0")
+        raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs, got None; pass them, or kl_coef=0")
     if objective.entropy_coef and entropy is None:
-        raise ValueError(
-            f"entropy_coef={objective.entropy_coef} needs entropy; pass it or an objective with entropy_coef=0"
-        )
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs entropy, got None; pass it, or entropy_coef=0")
     if objective.aggregation == "sequence_mean_token_sum_norm" and objective.max_completion_length is None:
         raise ValueError(
-            "dr_grpo's aggregation divides by max_completion_length, which this objective leaves open; pass "
+            "dr_grpo's aggregation divides by max_completion_length, which is None in this objective; pass "
             'OBJECTIVES["dr_grpo"].replace(max_completion_length=...)'
         )
     if objective.surrogate == "geometric" and tuple(advantages.shape) != (layout.rows,):
         raise ValueError(
-            f'surrogate="geometric" (GMPO) has one advantage per row, [{layout.rows}], got {list(advantages.shape)}; '
-            "its clamp follows the sign of the row's advantage"
+            f'surrogate="geometric" (GMPO) needs one advantage per row, [{layout.rows}], got {list(advantages.shape)}: '
+            "its clamp follows the sign of the row's advantage; pass advantages [B]"
         )
 
 
@@ -280,12 +283,12 @@ def _tokens(
     level = objective.ratio_level
     if level in ("sequence", "sequence_token"):
         mean = layout.sum(log_ratio) / layout.counts(dtype).clamp(min=1)
-        log_rho = layout.broadcast(_guarded(mean))
+        log_rho = layout.broadcast(_clamped(mean))
         if level == "sequence_token":
-            unguarded = layout.broadcast(mean.detach().abs() <= MAX_LOG_RATIO)
-            log_rho = log_rho.detach() + unguarded * (current - current.detach())
+            not_clamped = layout.broadcast(mean.detach().abs() <= MAX_LOG_RATIO)
+            log_rho = log_rho.detach() + not_clamped * (current - current.detach())
     else:
-        log_rho = _guarded(log_ratio if level == "token" else log_ratio.detach())
+        log_rho = _clamped(log_ratio if level == "token" else log_ratio.detach())
     adv = layout.per_token("advantages", advantages, dtype).detach()
     return _Tokens(current, log_ratio, torch.exp(log_rho), adv, layout)
 
@@ -297,7 +300,7 @@ def _gain(tokens: _Tokens, objective: Objective) -> _Gain:
 
 def _kl(difference: Tensor, ratio: Tensor, objective: Objective) -> Tensor:
     """The objective's estimator of KL(pi || other) from d = other - lp, per token."""
-    d = _guarded(difference)
+    d = _clamped(difference)
     match objective.kl_estimator:
         case "k1":
             kl = -d

@@ -1,7 +1,7 @@
-"""Every public op again in plain torch: same names and signatures, any float dtype, any device, no cleverness.
+"""Every public op again in plain torch: same names and signatures, any float dtype, any device.
 
-This file is the specification. It materializes whatever is easiest to read, `[T, V]` logits and `[B, B]` pairs
-included, and lets autograd differentiate. The kernels are tested against it; use it to check them on your own tensors.
+This file is the specification. It is written to be easy to read: it materializes `[T, V]` logits and `[B, B]` pairs and
+lets autograd differentiate. The kernels are tested against it; use it to check them on your own tensors.
 """
 
 import math
@@ -61,25 +61,27 @@ def linear_logprob_entropy(
     backend: str = "auto",
     entropy_grad: bool = True,
 ) -> LogprobEntropy:
-    """log_softmax(z)[target], the entropy of softmax(z) and logsumexp(z) for each row; `_head_logits` says what z is.
+    """log_softmax(z)[target], the entropy of softmax(z) and logsumexp(z) for each row, with z from `_head_logits`.
 
     `hidden [..., H]`, `weight [V, H]`, `target [...]`. 16-bit inputs are widened to float32 first. Rows whose target is
-    `ignore_index` give 0 and zero gradients. `workspace_bytes` and `backend` change nothing here.
+    `ignore_index` give 0 and zero gradients. `workspace_bytes` and `backend` have no effect here.
     """
     if process_group is not None:
-        raise NotImplementedError("process_group: the reference holds the whole vocabulary; gather the weight first")
-    live = target != ignore_index
-    if ((target < 0) | (target >= weight.shape[0]))[live].any():
-        raise ValueError(f"target must lie in [0, {weight.shape[0]}) or be ignore_index={ignore_index}")
-    hidden = torch.where(live[..., None], hidden, 0)
+        raise NotImplementedError("process_group must be None: the reference takes the whole weight; gather it first")
+    counted = target != ignore_index
+    outside = counted & ((target < 0) | (target >= weight.shape[0]))
+    if outside.any():
+        found = target[outside][0].item()
+        raise ValueError(f"target must lie in [0, {weight.shape[0]}) or be ignore_index={ignore_index}, got {found}")
+    hidden = torch.where(counted[..., None], hidden, 0)
     if isinstance(temperature, Tensor):
-        temperature = torch.where(live, temperature, 1)
+        temperature = torch.where(counted, temperature, 1)
     logits = _head_logits(hidden, weight, bias, temperature, softcap, logit_scale, lora)
     log_softmax = torch.log_softmax(logits, -1)
-    logprob = log_softmax.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
+    logprob = log_softmax.gather(-1, torch.where(counted, target, 0)[..., None])[..., 0]
     entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == -torch.inf, 0)).sum(-1)
     lse = torch.logsumexp(logits, -1)
-    logprob, entropy, lse = (torch.where(live, value, 0) for value in (logprob, entropy, lse))
+    logprob, entropy, lse = (torch.where(counted, value, 0) for value in (logprob, entropy, lse))
     return LogprobEntropy(logprob, entropy if entropy_grad else entropy.detach(), lse)
 
 
@@ -178,7 +180,7 @@ def linear_policy_loss(
 # ---- groups and pairs ----------------------------------------------------------------------------------------------
 
 
-def _rows_of_groups(group: int | Tensor, values: Tensor) -> list[Tensor]:
+def _group_rows(group: int | Tensor, values: Tensor) -> list[Tensor]:
     """The row indices of each group of `values` `[B]`, groups by ascending id, rows ascending."""
     ids = group if isinstance(group, Tensor) else torch.arange(len(values), device=values.device) // group
     return [(ids == number).nonzero().squeeze(1) for number in ids.unique()]
@@ -189,7 +191,7 @@ def _deviation(values: Tensor, unbiased: bool) -> Tensor:
 
 
 def _all_equal(values: Tensor) -> bool:
-    """Up to the rounding of summed float32 rewards, as in the rule of the pairs."""
+    """Whether values are equal up to the rounding of summed float32 rewards, as in the pair rule."""
     return bool(values.max() - values.min() <= 4 * 2**-23 * max(1.0, float(values.abs().max())))
 
 
@@ -209,10 +211,10 @@ def group_advantage(
     factors = torch.as_tensor([1.0] * columns.shape[1] if weights is None else weights).to(columns)
     scorable = ~columns.isnan().all(dim=1)
 
-    def advantages_of(column: Tensor) -> Tensor:
+    def column_advantages(column: Tensor) -> Tensor:
         result = torch.zeros_like(column)
         known = column[~column.isnan()]
-        for rows in _rows_of_groups(group, column):
+        for rows in _group_rows(group, column):
             rows = rows[~column[rows].isnan()]
             r, n = column[rows], len(rows)
             if n == 0 or (baseline != "none" and _all_equal(r)):
@@ -232,14 +234,14 @@ def group_advantage(
         return result
 
     if combine == "sum":
-        result = advantages_of(torch.where(scorable, (columns * factors).nansum(dim=1), torch.nan))
+        result = column_advantages(torch.where(scorable, (columns * factors).nansum(dim=1), torch.nan))
     else:
-        addends = factors[:, None] * torch.stack([advantages_of(column) for column in columns.T])
+        addends = factors[:, None] * torch.stack([column_advantages(column) for column in columns.T])
         summed = addends.sum(dim=0)
         mean, deviation = summed[scorable].mean(), _deviation(summed[scorable], unbiased)
         cancel = (summed[scorable] - mean).norm() <= 4 * 2**-23 * addends.norm()
         result = torch.where(scorable & ~cancel, (summed - mean) / (deviation + eps), 0)
-        for rows in _rows_of_groups(group, columns):
+        for rows in _group_rows(group, columns):
             known = [column[~column.isnan()] for column in columns[rows].T]
             if all(len(r) == 0 or _all_equal(r) for r in known):
                 result[rows] = 0
@@ -253,7 +255,7 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int) -> Tensor:
     def share(subsets: list[tuple[float, ...]]) -> float:
         return sum(max(subset) for subset in subsets) / len(subsets)
 
-    for rows in _rows_of_groups(group, rewards):
+    for rows in _group_rows(group, rewards):
         rows = rows[~rewards[rows].isnan()]
         values = rewards[rows].tolist()
         for place, row in enumerate(rows.tolist()):
@@ -292,7 +294,7 @@ def pair_logits(
     usable = [ok and math.isfinite(x) for ok, x in zip(allowed, r, strict=True)]
     chosen: list[int] = []
     rejected: list[int] = []
-    for rows in _rows_of_groups(group, rewards):
+    for rows in _group_rows(group, rewards):
         members = [row for row in rows.tolist() if usable[row]]
         pairs = [
             (i, j)
@@ -339,7 +341,7 @@ def preference_loss(
     )
     losses = -torch.nn.functional.logsigmoid(logit)
     if reduction == "group_mean":
-        in_group = [torch.isin(chosen, rows) for rows in _rows_of_groups(group, scores)]
+        in_group = [torch.isin(chosen, rows) for rows in _group_rows(group, scores)]
         means = [losses[pairs].mean() for pairs in in_group if pairs.any()]
         loss = sum(means, start=losses[:0].sum()) / ((len(means) if num_groups is None else num_groups) or 1)
     else:
@@ -386,7 +388,7 @@ def preference_weights(
 
 
 def _token_rows(logprobs: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> list[Callable[[Tensor], Tensor]]:
-    """One function per row: picks its unmasked tokens out of a tensor shaped like `logprobs`, in float32 or float64."""
+    """One function per row: it picks the row's unmasked tokens from a tensor like `logprobs`, in float32 or float64."""
     flat_mask = torch.ones_like(logprobs, dtype=torch.bool).flatten() if mask is None else mask.bool().flatten()
     if cu_seqlens is None:
         rows, length = logprobs.shape
@@ -416,15 +418,15 @@ def _row_ratio(lp: Tensor, old: Tensor, level: str) -> Tensor:
         return torch.exp(_bounded(lp - old))
     if level == "none":
         return torch.exp(_bounded(lp - old)).detach()
-    of_sequence = torch.exp(_bounded((lp - old).mean()))
+    sequence_ratio = torch.exp(_bounded((lp - old).mean()))
     if level == "sequence":
-        return of_sequence.expand_as(lp)
+        return sequence_ratio.expand_as(lp)
     within = (lp - old).mean().detach().abs() <= 20.0
-    return of_sequence.detach() * torch.exp(within * (lp - lp.detach()))
+    return sequence_ratio.detach() * torch.exp(within * (lp - lp.detach()))
 
 
 def _row_gain(lp: Tensor, old: Tensor, rho: Tensor, a: Tensor, o: Objective) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one row's tokens maximize, and which of them are clipped low, high and by the dual clip."""
+    """The surrogate of one row's tokens, and which of them are clipped low, high and by the dual clip."""
     clip_low, clip_high = o.clip_low or 0.0, o.clip_high or 0.0
     never = torch.zeros_like(a, dtype=torch.bool)
     up, down, d = a > 0, a < 0, lp - old

@@ -1,11 +1,11 @@
-"""Which causal language models the head ops serve, and with which arguments; found by looking, importing none."""
+"""Which causal language models the head ops serve, and with which arguments. Imports no model library."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-# What each family does to `hidden @ weight.T`: the config field of its softcap and of its logit scale.
+# For each family the config fields of its softcap and of its logit scale, which it applies to `hidden @ weight.T`.
 _PLAIN: tuple[str | None, str | None] = (None, None)
 FAMILIES: dict[str, tuple[str | None, str | None]] = {
     "llama": _PLAIN,
@@ -24,53 +24,57 @@ FAMILIES: dict[str, tuple[str | None, str | None]] = {
     "cohere": (None, "logit_scale"),
     "cohere2": (None, "logit_scale"),
 }
-_DIVIDES = {"granite"}
-_SKIPPED = "calling the body alone would skip"
-_AROUND = {"XLORA": "mixes its experts in a pass", "POLY": "mixes its skills by task_ids"}
+DIVIDING_FAMILIES = {"granite"}
+"""Families that divide by their logit scale."""
+_SKIPPED = "which is skipped when only the body is called"
+WHOLE_MODEL_ADAPTERS = {"XLORA": "mixes its experts in an extra forward", "POLY": "mixes its skills by task_ids"}
 
 
 class _Refused(Exception):
-    """What is in the way, and what to do."""
+    """The reason why a model is not served, and the remedy."""
 
 
 class _Head(NamedTuple):
+    """The modules that compute the logits at this moment."""
+
     linear: nn.Linear
     lora: tuple[Tensor, Tensor, float] | None
 
 
 @dataclass(frozen=True)
 class Support:
-    """What the head ops do for a model.
+    """Whether the head ops serve a model, and with which arguments.
 
-    `refusal` is None where it is served. Then `linear_logprob(body(...).last_hidden_state, weight, target,
-    **head_arguments)` equals the model's own log-probs. `body` returns hidden states after the final norm.
+    `refusal` is None if the model is served, and else says why not. If it is served, `linear_logprob(
+    body(...).last_hidden_state, weight, target, **head_arguments)` equals the model's own log-probs; `body` returns
+    hidden states after the final norm.
 
-    `weight` and `head_arguments` are those of the moment: under PEFT's `disable_adapter()` they are the base model's.
-    A head that is not served at that moment, as with two adapters active on it, raises ValueError.
+    `weight` and `head_arguments` are read at each access: under PEFT's `disable_adapter()` they are the base model's.
+    They raise ValueError if the head is not served at that moment, for instance with two adapters active on it.
     """
 
     family: str | None
     refusal: str | None
     body: nn.Module | None = None
     head: nn.Module | None = None
-    """the output embeddings, PEFT's wrapper included"""
+    """the output embeddings, including a wrapper by PEFT"""
     softcap: float | None = None
     logit_scale: float = 1.0
     tied: bool = False
-    """whether the head's weight is that of the input embeddings"""
+    """whether the head shares its weight with the input embeddings"""
 
     @property
     def weight(self) -> Tensor:
         """The head's weight `[V, H]`, without a LoRA."""
-        return self._now().linear.weight
+        return self._current_head().linear.weight
 
     @property
     def head_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `linear_logprob` that reproduce this model's head."""
-        linear, lora = self._now()
+        linear, lora = self._current_head()
         return {"bias": linear.bias, "softcap": self.softcap, "logit_scale": self.logit_scale, "lora": lora}
 
-    def _now(self) -> _Head:
+    def _current_head(self) -> _Head:
         try:
             if self.refusal is not None:
                 raise _Refused(self.refusal)
@@ -80,18 +84,18 @@ class Support:
 
 
 def supports(model: nn.Module) -> Support:
-    """Says whether the head ops serve `model` (a Transformers causal LM, bare or wrapped by PEFT), and how.
+    """Whether the head ops serve `model` (a Transformers causal LM, bare or wrapped by PEFT), and with which arguments.
 
-    Looks at `config.model_type`, the output embeddings and their wrappers; imports neither Transformers nor PEFT. A
-    family that is not listed in `FAMILIES` is refused rather than guessed, since an overlooked softcap or scale changes
-    every log-prob silently. Served of PEFT: any adapter in the body, on the head LoRA (rsLoRA too) and
-    `modules_to_save`. A refusal names what is in the way and what to do.
+    Reads `config.model_type`, the output embeddings and their wrappers; imports neither Transformers nor PEFT. A family
+    that is not listed in `FAMILIES` is refused rather than guessed, since an overlooked softcap or scale would silently
+    change every log-prob. With PEFT, any adapter in the body is served; on the head, LoRA (including rsLoRA) and
+    `modules_to_save`. Never raises for a model: the result's `refusal` names the reason and the remedy.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(base, "config", None)
     family = getattr(config, "model_type", None)
     try:
-        _refuse_around_the_body(model)
+        _refuse_whole_model_adapters(model)
         _refuse_family(family, base)
         body, wrapped = _body(base), base.get_output_embeddings()  # type: ignore[operator]
         head = _read_head(wrapped)
@@ -102,7 +106,7 @@ def supports(model: nn.Module) -> Support:
     softcap = getattr(config, cap_field) if cap_field else None
     scale = float(getattr(config, scale_field)) if scale_field else 1.0
     tied = head.linear.weight is base.get_input_embeddings().weight  # type: ignore[operator]
-    return Support(family, None, body, wrapped, softcap, 1 / scale if family in _DIVIDES else scale, tied)
+    return Support(family, None, body, wrapped, softcap, 1 / scale if family in DIVIDING_FAMILIES else scale, tied)
 
 
 def _body(base: nn.Module) -> nn.Module:
@@ -111,30 +115,32 @@ def _body(base: nn.Module) -> nn.Module:
         raise _Refused(f"{type(base).__name__} has no body under base_model_prefix; pass the causal LM itself")
     if getattr(body, "get_output_embeddings", lambda: None)() is not None:
         name = type(base).__name__
-        raise _Refused(f"{name} wraps a causal LM; pass that itself (of PEFT's mixed model: .base_model.model)")
+        raise _Refused(f"{name} wraps a causal LM; pass the wrapped model (of PEFT's mixed model: .base_model.model)")
     return body
 
 
-def _refuse_around_the_body(model: nn.Module) -> None:
-    """What PEFT does in the whole model's forward."""
+def _refuse_whole_model_adapters(model: nn.Module) -> None:
+    """Refuses adapters by which PEFT changes the forward of the whole model."""
     for name, peft_config in getattr(model, "peft_config", {}).items():
         kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
         if getattr(peft_config, "is_prompt_learning", False):
-            raise _Refused(f"adapter {name!r} ({kind}) adds virtual tokens, which {_SKIPPED}; use LoRA")
-        if kind in _AROUND:
-            raise _Refused(f"adapter {name!r} ({kind}) {_AROUND[kind]} that {_SKIPPED}; use LoRA")
+            raise _Refused(f"adapter {name!r} ({kind}) adds virtual tokens, {_SKIPPED}; use LoRA")
+        if kind in WHOLE_MODEL_ADAPTERS:
+            raise _Refused(f"adapter {name!r} ({kind}) {WHOLE_MODEL_ADAPTERS[kind]}, {_SKIPPED}; use LoRA")
         if getattr(peft_config, "alora_invocation_tokens", None):
-            raise _Refused(f"adapter {name!r} is an activated LoRA, whose start {_SKIPPED}; use plain LoRA")
+            raise _Refused(
+                f"adapter {name!r} is an activated LoRA, which finds its start by code {_SKIPPED}; use plain LoRA"
+            )
 
 
 def _refuse_family(family: str | None, base: nn.Module) -> None:
     name = type(base).__name__
     if family is None:
-        raise _Refused(f"{name} has no config.model_type; pass the causal LM itself, without what is wrapped around it")
+        raise _Refused(f"{name} has no config.model_type; pass the causal LM itself, without a wrapper around it")
     if family not in FAMILIES:
         raise _Refused(
             f"model type {family!r} ({name}) is not one of {', '.join(FAMILIES)}; call linear_logprob with its hidden "
-            "states and its head's weight, softcap and scale, once these were seen to give its own log-probs"
+            "states and its head's weight, softcap and scale, after checking that they reproduce the model's log-probs"
         )
     if getattr(base, "get_output_embeddings", lambda: None)() is None:
         raise _Refused(f"{name} has no output embeddings; pass the causal LM (AutoModelForCausalLM)")
@@ -144,18 +150,18 @@ def _refuse_family(family: str | None, base: nn.Module) -> None:
 
 
 def _read_head(head: Any) -> _Head:
-    """What computes the logits at this moment."""
+    """The linear layer and the LoRA that compute the logits at this moment."""
     _refuse_hooks(head)
     if hasattr(head, "modules_to_save"):
-        off = head.disable_adapters or any(name not in head.modules_to_save for name in head.active_adapters)
-        head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
+        disabled = head.disable_adapters or any(name not in head.modules_to_save for name in head.active_adapters)
+        head = head.original_module if disabled else head.modules_to_save[head.active_adapters[0]]
     lora = None
     if hasattr(head, "base_layer") and hasattr(head, "lora_A"):
         lora, head = _read_lora(head), head.base_layer
     if type(head) is not nn.Linear:
         kind = f"{type(head).__module__}.{type(head).__name__}"
         raise _Refused(
-            f"its head is a {kind}, not a torch.nn.Linear; keep the head out of what replaces it (quantization: "
+            f"its head is a {kind}, not a torch.nn.Linear; exclude the head from what replaced it (quantization: "
             "llm_int8_skip_modules; an adapter: its target_modules, and token indices of tied embeddings)"
         )
     _refuse_hooks(head)
@@ -169,9 +175,11 @@ def _read_head(head: Any) -> _Head:
 
 def _refuse_hooks(module: nn.Module) -> None:
     if module._forward_hooks or module._forward_pre_hooks:
-        raise _Refused("its head has forward hooks, which the weight alone would skip; remove them")
+        raise _Refused("its head has forward hooks, which are skipped when only its weight is used; remove them")
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # Accelerate's moves data only
-        raise _Refused("its head has a forward of its own, which the weight alone would skip; delete it from the head")
+        raise _Refused(
+            "its head has a patched forward, which is skipped when only its weight is used; delete it from the head"
+        )
 
 
 def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:
@@ -183,7 +191,9 @@ def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:
         return None
     if len(names) > 1:
         listed = ", ".join(map(repr, names))
-        raise _Refused(f"adapters {listed} are active on its head; activate one, or join them: add_weighted_adapter()")
+        raise _Refused(
+            f"adapters {listed} are active on its head; activate one, or combine them: add_weighted_adapter()"
+        )
     name = names[0]
     down, up, dropout = head.lora_A[name], head.lora_B[name], head.lora_dropout[name]
     if hasattr(head, "lora_E") or name in getattr(head, "lora_variant", {}) or name in head.lora_magnitude_vector:
@@ -192,8 +202,8 @@ def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:
         raise _Refused(f"adapter {name!r} has a bias on its head (lora_bias=True); set lora_bias=False")
     if getattr(dropout, "p", 0) > 0 and dropout.training:
         raise _Refused(
-            f"adapter {name!r} drops out part of its head's input; set lora_dropout=0, or leave the head out of "
-            "target_modules"
+            f"adapter {name!r} applies dropout {dropout.p} to its head's input; set lora_dropout=0, or leave the head "
+            "out of target_modules"
         )
     return down.weight, up.weight, float(head.scaling[name])
 
@@ -203,6 +213,6 @@ def _refuse_shape(head: nn.Linear, config: Any) -> None:
     expected, got = getattr(text, "vocab_size", None), head.weight.shape[0]
     if expected is not None and got != expected:
         raise _Refused(
-            f"its head holds {got} of {expected} rows (tensor parallel?); pass them to "
-            "linear_logprob(process_group=...), or load the model whole"
+            f"its head holds {got} of {expected} rows (tensor parallelism?); pass them to "
+            "linear_logprob(process_group=...), or load the whole model on each rank"
         )

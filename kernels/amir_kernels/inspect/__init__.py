@@ -35,7 +35,7 @@ def inspect_kernels(
 
     if interpreting():
         raise RuntimeError(
-            "TRITON_INTERPRET=1 is set, which replaces the compiler by the interpreter; a compiler is needed here: unset it"
+            "TRITON_INTERPRET=1 is set, which replaces the compiler by the interpreter; unset it to compile kernels"
         )
     launches = [*head_launches(architecture, DTYPES[dtype], hidden_size, vocabulary), *group_launches()]
     return [

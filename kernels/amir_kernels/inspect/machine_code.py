@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of, read from its machine code: registers, spills, matrix instructions, main loop."""
+"""Facts about a compiled kernel from its machine code: registers, spills, matrix instructions, the main loop."""
 
 import re
 import subprocess
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 MATRIX = r"\b(HGMMA|UTCHMMA|UTCMMA|HMMA|OMMA|v_mfma|v_wmma)"
 FUSED = r"\b(FFMA2?|v_fma_f32|v_fmac_f32|v_pk_fma_f32|v_dual_fmac_f32)"
-"""what products are made of where they are float32 throughout"""
+"""Instructions of float32 products."""
 COPIES = r"\b(LDGSTS|UTMALDG|global_load|buffer_load)"
-"""global to shared memory; on AMD to registers"""
+"""Copies from global to shared memory; on AMD to registers."""
 
 
 class Instruction(NamedTuple):
@@ -19,7 +19,7 @@ class Instruction(NamedTuple):
     place: int
     text: str
     target: int | None
-    """place that it branches to"""
+    """the place that it branches to"""
 
 
 def _sass(text: str) -> list[Instruction]:
@@ -47,9 +47,9 @@ def _gcn(text: str) -> list[Instruction]:
 
 
 def main_loop(code: list[Instruction], product: str) -> list[str]:
-    """Instructions of one step along the depth: the smallest loop with products and copies, without what it skips.
+    """Instructions of one step along the depth: the smallest loop with products and copies, without its skipped part.
 
-    The skipped part is the statistics of a tile, behind the longest branch, which is taken in all steps but the last.
+    The skipped part computes the statistics of a tile. A branch, the longest, jumps over it in all steps but the last.
     """
     bodies = []
     for branch in code:
@@ -101,7 +101,7 @@ def nvidia_facts(cubin: bytes) -> dict[str, Any]:
     code = _sass(text)
     lines = [line.text for line in code]
     registers, stack = (int(found) for found in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
-    # What spills is read back. Triton 3.6 stores a zero at each wait for a tensor copy on sm_120, which nothing reads.
+    # A spilled register is read back. On sm_120 Triton 3.6 stores a zero at each wait for a tensor copy, never read.
     spilled = max(stack, 4 * _count(r"\b(LDL|STL)\b", lines)) if _count(r"\bLDL\b", lines) else 0
     return {
         "registers": registers,

@@ -1,1 +1,4 @@
-"""Drop-ins with the signatures of TRL, verl, Liger and CCE, one module each; a peer is imported only when called."""
+"""Drop-in replacements with the signatures of TRL, verl, Liger and CCE, one module each.
+
+A module imports its peer only when it is called, and only TRL is needed at all.
+"""

@@ -1,4 +1,4 @@
-"""Liger's `LigerFusedLinearGRPOLoss`: a policy loss from hidden states, with its keywords, call and metrics.
+"""A replacement for Liger's `LigerFusedLinearGRPOLoss`, a policy loss from hidden states: same arguments and metrics.
 
 Legend: B completions (rows), L padded length, H hidden size, V vocabulary. Log-probs are in nats.
 """
@@ -16,8 +16,10 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 _IGNORED = -100
 
 
-def _refuse(what: str, why: str) -> None:
-    raise ValueError(f"{what} is not served: {why}; call linear_logprob and policy_loss with the objective you mean")
+def _refuse(options: str, reason: str) -> None:
+    raise ValueError(
+        f"{options} is not supported: {reason}; call linear_logprob and policy_loss with the objective that you mean"
+    )
 
 
 class FusedGRPOLoss(nn.Module):
@@ -25,17 +27,17 @@ class FusedGRPOLoss(nn.Module):
 
     Args:
         beta: weight of the k3 KL to the reference.
-        compiled, chunk_size: of Liger's engine; taken, and change nothing here.
+        compiled, chunk_size: of Liger's implementation; accepted, and without effect here.
         use_ref_model: whether the call brings a reference; needed where beta is not 0.
         epsilon_low, epsilon_high: clip bounds around 1. "cispo" bounds the ratio by epsilon_high itself.
         loss_type: one of `LOSS_TYPES`.
         max_completion_length: divisor of "dr_grpo", needed by it alone.
-        importance_sampling_level: "token" or "sequence"; as in Liger, cispo, sapo and vespo are served with "token".
+        importance_sampling_level: "token" or "sequence"; as in Liger, cispo, sapo and vespo need "token".
         delta: upper bound of the ratio where the advantage is negative.
 
-    Refused by name, where what Liger does is not what its objective says or what it silently leaves out: luspo with
-    the token level, a KL or weights per token (Liger divides by the padded width), weights or corrected KL with vespo,
-    delta where nothing is clipped, beta without a reference model.
+    Combinations where Liger deviates from the objective's formula, or silently ignores an argument, raise ValueError:
+    luspo with the token level, a KL or weights per token (Liger divides by the padded width), weights or corrected KL
+    with vespo, delta where nothing is clipped, beta without a reference model.
     """
 
     def __init__(
@@ -63,16 +65,19 @@ class FusedGRPOLoss(nn.Module):
         check_choice("loss_type", loss_type, LOSS_TYPES)
         check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
         if beta and not use_ref_model:
-            _refuse(f"beta={beta} with use_ref_model=False", "there is nothing to take the KL to")
+            _refuse(f"beta={beta} with use_ref_model=False", "the KL needs a reference model")
         soft = loss_type in ("cispo", "sapo", "vespo")
         if soft and importance_sampling_level == "sequence":
             _refuse(f'importance_sampling_level="sequence" with loss_type={loss_type!r}', "Liger refuses it too")
         if loss_type == "luspo" and (beta or importance_sampling_level == "token"):
             _refuse('loss_type="luspo" with the token level or a KL', "Liger divides these by the padded width")
         if loss_type == "vespo" and use_bias_correction_kl:
-            _refuse('use_bias_correction_kl with loss_type="vespo"', "Liger corrects by the token's ratio, not by W")
+            _refuse(
+                'use_bias_correction_kl with loss_type="vespo"',
+                "Liger corrects by the token's ratio, not by the sequence's weight W",
+            )
         if delta is not None and soft:
-            _refuse(f"delta={delta} with loss_type={loss_type!r}", "nothing is clipped, and Liger leaves it out")
+            _refuse(f"delta={delta} with loss_type={loss_type!r}", "nothing is clipped, and Liger ignores it")
         clips = {"ratio_level": importance_sampling_level, "clip_low": epsilon_low, "clip_high": epsilon_high}
         others: dict[str, dict[str, Any]] = {
             "cispo": {"clip_bounds": "raw", "clip_low": 0.0, "clip_high": epsilon_high},
@@ -87,7 +92,7 @@ class FusedGRPOLoss(nn.Module):
         own = others.get(loss_type, clips)
         if loss_type == "dr_grpo":
             if max_completion_length is None:
-                raise ValueError('loss_type="dr_grpo" divides by max_completion_length; pass it')
+                raise ValueError('loss_type="dr_grpo" divides by max_completion_length, got None; pass it')
             own["max_completion_length"] = max_completion_length
         self.loss_type = loss_type
         self.use_ref_model = use_ref_model
@@ -120,7 +125,7 @@ class FusedGRPOLoss(nn.Module):
             selected_token_ids: int64 `[B, L]`.
             attention_mask: `[B, L]` of 0 and 1, the loss mask; a masked token costs no head work.
             advantages: `[B]`, or also `[B, L]`.
-            ref_per_token_logps: `[B, L]`; in its absence `ref_input`, `ref_weight` and `ref_bias` give it.
+            ref_per_token_logps: `[B, L]`; if None, it is computed from `ref_input`, `ref_weight` and `ref_bias`.
             old_per_token_logps: `[B, L]`; None: on policy.
             vllm_is_ratio: `[B]`, `[B, 1]` or `[B, L]`, factor on the policy term.
             num_items_in_batch: tokens of the whole step over all processes, for dapo, cispo and vespo.
@@ -145,7 +150,7 @@ class FusedGRPOLoss(nn.Module):
         )
         clipped = sums["clip_low_count"] + sums["clip_high_count"]
         if self.loss_type == "cispo" and old_per_token_logps is not None:
-            clipped = self._bounded(logprobs.detach(), old_per_token_logps, advantages, mask)
+            clipped = self._count_bounded(logprobs.detach(), old_per_token_logps, advantages, mask)
         tokens = sums["tokens"].clamp(min=1)
         metrics = [sums["kl_sum"] / tokens] if self.objective.kl_coef else []
         return loss, [*metrics, clipped / tokens]
@@ -155,7 +160,7 @@ class FusedGRPOLoss(nn.Module):
     ) -> Tensor:
         if ref_input is None or ref_weight is None:
             raise ValueError(
-                "use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight; "
+                "use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight, and got neither; "
                 "pass them, or use_ref_model=False with beta=0"
             )
         with torch.no_grad():
@@ -165,7 +170,10 @@ class FusedGRPOLoss(nn.Module):
         if ratio is None:
             return None
         if self.loss_type == "vespo":
-            _refuse('vllm_is_ratio with loss_type="vespo"', "Liger folds it into W, here it is a factor on the loss")
+            _refuse(
+                'vllm_is_ratio with loss_type="vespo"',
+                "Liger multiplies it into W, and here it is a factor on the loss",
+            )
         per_row = ratio[:, 0] if ratio.dim() == 2 and ratio.shape[1] == 1 else ratio
         if self.loss_type == "luspo" and per_row.dim() == 2:
             _refuse('vllm_is_ratio per token with loss_type="luspo"', "Liger divides it by the padded width")
@@ -175,8 +183,8 @@ class FusedGRPOLoss(nn.Module):
         """The divisor of this process: its share of the step's tokens, as Liger and TRL count them."""
         if self.loss_type not in ("dapo", "cispo", "vespo"):
             return None
-        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-        world = torch.distributed.get_world_size() if spread else 1
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        world = torch.distributed.get_world_size() if distributed else 1
         if num_items is not None:
             return num_items / world
         if world == 1:
@@ -185,8 +193,8 @@ class FusedGRPOLoss(nn.Module):
         torch.distributed.all_reduce(tokens)
         return tokens / world
 
-    def _bounded(self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Tokens whose ratio cispo bounds from above while their advantage is positive, which is what Liger counts."""
+    def _count_bounded(self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Number of tokens whose ratio exceeds cispo's bound and whose advantage is positive, as Liger counts them."""
         high = self.objective.clip_high or 0.0
         positive = advantages > 0 if advantages.dim() == 2 else (advantages > 0)[:, None]
         return (((logprobs - old).exp() > high) & positive & mask).sum()

@@ -1,8 +1,8 @@
-"""TRL's `GRPOTrainer` with its log-probs and entropies from `linear_logprob`, and AMIR-GRPO's pair term if wanted.
+"""TRL's `GRPOTrainer` with log-probs and entropies from `linear_logprob`, and optionally AMIR-GRPO's pair term.
 
 Before its first step TRL gives the policy and the reference a fused head by `add_fused_lm_head`; every log-prob and
 entropy of a run (old, reference, new) comes from it. `add_fused_lm_head` here has the same signature and meaning, and
-the trainer that `grpo_trainer` returns uses it instead. TRL itself is left as it is.
+the trainer that `grpo_trainer` returns uses it instead. TRL itself is not modified.
 
 Legend: B completions, L padded length, T length of prompt and completion. Log-probs are in nats.
 """
@@ -20,28 +20,30 @@ from torch import Tensor, nn
 
 from .._checks import check_choice, check_flag, check_number
 from ..linear_logprob import linear_logprob, linear_logprob_entropy
-from ..preference_loss import preference_loss, preference_weights
+from ..preference_loss import PairRule, preference_terms
 from ..sequence_logprob import sequence_logprob
 from ..support import Support, supports
 
-COVERED = "1.16"
-"""The minor version of TRL whose trainer this was written for and is tested with; another one is refused."""
+SUPPORTED_TRL = "1.16"
+"""The minor version of TRL whose trainer this is written for and tested with; other versions are refused."""
 
 
-def _covered(module: str) -> types.ModuleType:
+def _trl_module(module: str) -> types.ModuleType:
+    """A module of TRL, if its version is the supported one."""
     version = importlib.import_module("trl").__version__
-    if ".".join(version.split(".")[:2]) != COVERED:
+    if ".".join(version.split(".")[:2]) != SUPPORTED_TRL:
         raise ValueError(
-            f"TRL {version} is not covered: its trainer may differ from that of {COVERED}; use trl=={COVERED}.*"
+            f"TRL {version} is not supported: its trainer may differ from that of {SUPPORTED_TRL}; install "
+            f"trl=={SUPPORTED_TRL}.*"
         )
     return importlib.import_module(module)
 
 
 def _served(model: nn.Module) -> Support:
-    found = supports(model)
-    if found.refusal is not None:
-        raise ValueError(f"this model is not served by linear_logprob: {found.refusal}; use TRL's own head")
-    return found
+    support = supports(model)
+    if support.refusal is not None:
+        raise ValueError(f"this model is not served by linear_logprob: {support.refusal}; or use TRL's own head")
+    return support
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def add_fused_lm_head(
     workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> None:
-    """Makes `model(..., labels=..., fused_lm_head=True)` return log-probs of the labels in place of logits, as TRL's.
+    """Makes `model(..., labels=..., fused_lm_head=True)` return log-probs of the labels instead of logits, like TRL's.
 
     Args:
         model: a causal LM that `supports` serves (with PEFT: the base model), not sharded.
@@ -67,10 +69,10 @@ def add_fused_lm_head(
 
     The result is TRL's `FusedCausalLMOutput`: `log_probs` and `entropy` (None unless asked for) float32 `[B, T - 1]`,
     or `[B, T]` for `shift_labels`, 0 where the label is -100, with gradients; `loss` and `label_mask`. A model with
-    router losses is refused, and so are TRL versions other than `COVERED`. Without `fused_lm_head=True` the forward is
-    the one that the model had.
+    router losses is refused, and so are TRL versions other than `SUPPORTED_TRL`. Without `fused_lm_head=True` the
+    forward is the one that the model had.
     """
-    output_type = _covered("trl.trainer.utils").FusedCausalLMOutput
+    output_type = _trl_module("trl.trainer.utils").FusedCausalLMOutput
     for name in outputs:
         check_choice("outputs", name, ("log_probs", "entropy"))
     _served(model)
@@ -85,7 +87,9 @@ def add_fused_lm_head(
             kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")
         )
         if kwargs.get("output_router_logits"):
-            raise ValueError("output_router_logits=True: router losses are not served; use TRL's own head")
+            raise ValueError(
+                "output_router_logits=True is not supported, since it adds router losses; use TRL's own head"
+            )
         hidden = _served(self).body(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[misc]
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
@@ -100,18 +104,18 @@ def add_fused_lm_head(
 def _scores(
     model: nn.Module, hidden: Tensor, target: Tensor, with_entropy: bool, in_float32: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """The head is looked up anew: wrappers may replace it after the patch."""
-    found = _served(model)
-    device = found.weight.device
+    """Log-probs and entropies of the head as it is now: wrappers may replace it after the patch."""
+    support = _served(model)
+    device = support.weight.device
     hidden, target = hidden.to(device), target.to(device)
     precision: AbstractContextManager[None] = nullcontext()
     if in_float32:
         hidden, precision = hidden.float(), torch.autocast(device.type, enabled=False)
-    options = options | found.head_arguments
+    options = options | support.head_arguments
     with precision:
         if with_entropy:
-            return linear_logprob_entropy(hidden, found.weight, target, **options)[:2]
-        return linear_logprob(hidden, found.weight, target, **options), None
+            return linear_logprob_entropy(hidden, support.weight, target, **options)[:2]
+        return linear_logprob(hidden, support.weight, target, **options), None
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -129,43 +133,38 @@ def grpo_trainer(
     workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> type:
-    """A subclass of `trl.GRPOTrainer`, to be used in its place: old, reference and new log-probs come from our op.
+    """A subclass of `trl.GRPOTrainer` to use in its place: old, reference and new log-probs come from `linear_logprob`.
 
     Args:
         lambda_reg: weight of the pair term -J_pref (see `preference_loss`); 0 leaves it out.
         beta_dpo, reward_margin, pair_mining, max_pairs_per_group: as in `preference_loss`; the rewards are the weighted
             sums of TRL's reward functions, without normalization.
-        ref_free: scores are l_theta in place of l_theta - l_ref, which needs `beta` other than 0 in TRL's config.
+        ref_free: scores are l_theta instead of l_theta - l_ref, which needs a `beta` other than 0 in TRL's config.
         normalize: "mean" or "sum" over a completion's tokens, for the scores.
         workspace_bytes, backend: as in `linear_logprob`.
 
-    LoRA on the head, which TRL refuses since its head op would not train it, is served, but not with
-    `cast_lm_head_to_fp32`, by which TRL would sample without it. A model that `supports` refuses
-    raises ValueError where the trainer is made, or at the first log-prob for what PEFT adds to it later.
+    LoRA on the head is supported, which TRL refuses since its head op would not train it; but not together with
+    `cast_lm_head_to_fp32`, with which TRL would sample without the LoRA. A model that `supports` refuses raises
+    ValueError when the trainer is constructed, or at the first log-prob for what PEFT adds to it later.
 
-    TRL spreads a group over micro-batches, so the pairs' weights are formed once per generation, from log-probs of the
-    policy that generated: TRL's old ones where it has them, else one scoring pass without gradient. They are exact
-    where one optimizer step uses up one generation; with the pair term another schedule is refused, and so is more than
-    one process. Logged then, per generation: `preference/loss` (-J_pref) and `preference/pairs`.
+    TRL distributes a group over micro-batches, so the pairs' weights are computed once per generation, from log-probs
+    of the policy that generated: TRL's old ones if it has them, else one scoring pass without gradient. They are exact
+    if one optimizer step uses one generation; with the pair term other schedules are refused, and so is more than one
+    process. Then `preference/loss` (-J_pref) and `preference/pairs` are logged per generation.
     """
     check_choice("normalize", normalize, ("mean", "sum"))
     check_number("lambda_reg", lambda_reg)
     check_flag("ref_free", ref_free)
-    module = _covered("trl.trainer.grpo_trainer")
+    module = _trl_module("trl.trainer.grpo_trainer")
     head = functools.partial(add_fused_lm_head, workspace_bytes=workspace_bytes, backend=backend)
-    pair_options: dict[str, Any] = {
-        "beta_dpo": beta_dpo,
-        "reward_margin": reward_margin,
-        "pair_mining": pair_mining,
-        "max_pairs_per_group": max_pairs_per_group,
-    }
+    rule = PairRule(beta_dpo, reward_margin, pair_mining, max_pairs_per_group)
 
     class AmirGRPOTrainer(module.GRPOTrainer):  # type: ignore[name-defined]
         """`trl.GRPOTrainer` on `linear_logprob`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             config = kwargs.get("args", args[2] if len(args) > 2 else None)
-            served = {} if getattr(config, "cast_lm_head_to_fp32", False) else {"BaseTunerLayer": _Nothing}
+            served = {} if getattr(config, "cast_lm_head_to_fp32", False) else {"BaseTunerLayer": _NoTunerLayer}
             with _replaced(module, add_fused_lm_head=head, **served):
                 super().__init__(*args, **kwargs)
             if lambda_reg:
@@ -198,12 +197,12 @@ def grpo_trainer(
             scores = sequence_logprob(logprobs, mask, normalize=normalize)
             if not ref_free:
                 scores = scores - sequence_logprob(batch["ref_per_token_logps"], mask, normalize=normalize)
-            given = (scores, self._pair_rewards, self.num_generations)
-            valid = mask.sum(dim=1) > 0
-            loss, pairs, *_ = preference_loss(*given, **pair_options, valid=valid)
-            self._metrics["train"]["preference/loss"].append(loss.item())
-            self._metrics["train"]["preference/pairs"].append(float(pairs))
-            return preference_weights(*given, **pair_options, valid=valid)
+            terms = preference_terms(
+                scores.detach(), self._pair_rewards, self.num_generations, rule, valid=mask.sum(dim=1) > 0
+            )
+            self._metrics["train"]["preference/loss"].append(terms.loss.item())
+            self._metrics["train"]["preference/pairs"].append(float(terms.pairs))
+            return terms.weights
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -221,13 +220,13 @@ def grpo_trainer(
     return AmirGRPOTrainer
 
 
-class _Nothing:
-    """In the place of PEFT's layers where TRL refuses LoRA on the head, which its own head op would leave out."""
+class _NoTunerLayer:
+    """Stands in for PEFT's layer class in TRL's check that refuses LoRA on the head, which TRL's head op would skip."""
 
 
 @contextmanager
 def _replaced(module: types.ModuleType, **values: object) -> Iterator[None]:
-    """Gives names that the module has (without PEFT it lacks PEFT's) other values for the time being."""
+    """Temporarily replaces those of the names that the module has; without PEFT it lacks PEFT's."""
     before = {name: getattr(module, name) for name in values if hasattr(module, name)}
     try:
         for name in before:
@@ -241,16 +240,21 @@ def _replaced(module: types.ModuleType, **values: object) -> Iterator[None]:
 def _refuse_for_pairs(trainer: Any, ref_free: bool) -> None:
     args = trainer.args
     if trainer.accelerator.num_processes > 1:
-        raise NotImplementedError("the pair term over more than one process; use lambda_reg=0, or amir's own trainer")
+        raise NotImplementedError(
+            f"the pair term needs one process, got {trainer.accelerator.num_processes}; use lambda_reg=0, or the "
+            "trainer of the package amir"
+        )
     if trainer.num_iterations != 1 or args.steps_per_generation != args.gradient_accumulation_steps:
         raise ValueError(
             "the pair term needs one optimizer step per generation, got "
             f"num_iterations={trainer.num_iterations}, steps_per_generation={args.steps_per_generation}, "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}; set num_iterations=1, the others equal"
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}; set num_iterations=1 and the other two "
+            "to the same number"
         )
     if trainer.beta == 0 and not ref_free:
         raise ValueError(
-            "TRL has reference log-probs only where beta is not 0; set beta in GRPOConfig, or ref_free=True"
+            "the pair term needs reference log-probs, which TRL does not have with beta=0.0; set beta in "
+            "GRPOConfig, or ref_free=True"
         )
 
 

@@ -1,4 +1,4 @@
-"""verl's two fused heads, `linear_cross_entropy` and `FusedLinearForPPO`: log-prob and entropy of each label.
+"""The two fused heads of verl, `linear_cross_entropy` and `FusedLinearForPPO`: log-prob and entropy of each label.
 
 Legend: B sequences, L length, N = B L tokens, H hidden size, V vocabulary. Results are in nats.
 """
@@ -29,17 +29,17 @@ def linear_cross_entropy(
 
     Args:
         hidden: `[..., H]`, any H, dtype and strides; `weight`: `[V, H]`. Each that requires a gradient gets one.
-        labels: int64 `[...]`, flattened or not. -100 gives 0 in both; any other value outside [0, V) is a ValueError.
+        labels: int64 `[...]`, flattened or not. -100 gives 0 in both; any other value outside [0, V) raises ValueError.
         reduction: of the log-prob, "none" `[N]`, "sum" or "mean" over all N. The entropy stays `[N]`.
-        process_group: None or a group of one rank. A larger one is refused: verl leaves each rank its own part of
-            hidden's gradient, to be summed by what follows, where `linear_logprob(process_group=...)` gives the sum.
+        process_group: None or a group of one rank. A larger group is refused: verl returns to each rank its own part of
+            hidden's gradient, to be summed later, while `linear_logprob(process_group=...)` returns the sum.
 
     Both are float32 and flat, and both have gradients. Kept for the backward: the inputs and O(N).
     """
     check_choice("reduction", reduction.lower(), ("none", "sum", "mean"))
     if process_group is not None and process_group.size() > 1:
         raise NotImplementedError(
-            f"verl.linear_cross_entropy over a process group of {process_group.size()} ranks; use "
+            f"verl.linear_cross_entropy got a process group of {process_group.size()} ranks and supports one rank; use "
             "linear_logprob_entropy(process_group=...), whose gradient for hidden is already summed over the ranks"
         )
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -53,8 +53,8 @@ def linear_cross_entropy(
 class FusedLinearForPPO(nn.Module):
     """`verl.utils.experimental.torch_functional.FusedLinearForPPO`.
 
-    `chunk_size` and `impl_backend` ("torch" or "liger") choose among verl's engines; they are checked, and change
-    nothing here: scratch is bounded whatever the number of tokens, and results do not depend on chunks.
+    `chunk_size` and `impl_backend` ("torch" or "liger") select one of verl's implementations. They are checked and have
+    no effect here: scratch is bounded whatever the number of tokens, and results do not depend on chunks.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:

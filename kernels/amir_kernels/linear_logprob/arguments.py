@@ -1,4 +1,4 @@
-"""Checks of the head ops' arguments, which become the `Call` that the op takes."""
+"""Checks the arguments of the head ops and turns them into the `Call` that the op takes."""
 
 from typing import TYPE_CHECKING
 
