@@ -499,9 +499,9 @@ def test_an_adapter_of_another_shape_or_none_is_refused(tmp_path: Path) -> None:
     for lora, words in [
         (
             {"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")},
-            "it has r = 4 and alpha = 8; the run has lora.r = 8",
+            "it has r = 4 and alpha = 8, and the run has lora.r = 8",
         ),
-        ({"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")}, "set them to the adapter's"),
+        ({"r": 8, "alpha": 8, "adapter": str(tmp_path / "adapter")}, "lora.r and lora.alpha equal to the adapter's"),
         ({"adapter": str(tmp_path / "nothing")}, "nothing"),
     ]:
         with pytest.raises(ConfigError, match=r"lora\.adapter = '.*expected a folder with a LoRA adapter") as refused:

@@ -139,7 +139,7 @@ def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
     made.train()
     made.directory.close()
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    words = "cannot be written (No space left on device); metrics.jsonl has what TensorBoard lacks"
+    words = "cannot be written (No space left on device); the run continues without TensorBoard, and metrics.jsonl"
     for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
         assert text.count(words) == 1
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -363,7 +363,7 @@ def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path
     plain.policy.__dict__["why_unpacked"], plain.budget.packed = "it has layers of type conv", False
     plain.train()
     assert [text for text in plain.display.said if "conv" in text] == [
-        "training without packing, each completion with its own copy of the prompt, since it has layers of type conv"
+        "training without packing, each completion with its own copy of the prompt, because it has layers of type conv"
     ]
     assert not [text for text in packed.display.said if "without packing" in text]
     left, right = packed.display.steps[0], plain.display.steps[0]

@@ -145,18 +145,19 @@ def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_referenc
     try:
         saved: Any = PeftConfig.from_pretrained(folder)
         if saved.peft_type != "LORA":
-            raise ValueError(f"it is a PEFT adapter of type {saved.peft_type}; expected LORA")
+            raise ValueError(f"it is a PEFT adapter of type {saved.peft_type}")
         if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
             raise ValueError(
-                f"it has r = {saved.r} and alpha = {saved.lora_alpha}; the run has lora.r = {lora.r} and lora.alpha = "
-                f"{lora.alpha:g}; set them to the adapter's"
+                f"it has r = {saved.r} and alpha = {saved.lora_alpha:g}, and the run has lora.r = {lora.r} and "
+                f"lora.alpha = {lora.alpha:g}"
             )
         model = PeftModel.from_pretrained(base, folder, is_trainable=True)
         if with_reference:
             model.load_adapter(folder, REFERENCE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"lora.adapter = {folder!r}: {error}; expected a folder with a LoRA adapter of this model in PEFT's format"
+            f"lora.adapter = {folder!r}: {error}; expected a folder with a LoRA adapter of this model in PEFT's "
+            "format, and lora.r and lora.alpha equal to the adapter's"
         ) from None
     return _in_compute_dtype(model, base.dtype)
 

@@ -239,12 +239,12 @@ MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     """ConfigError if the folder cannot be written to, or has a run, or with `resume` has none. Writes nothing."""
     try:
-        standing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
+        existing = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
     except OSError as error:
         raise ConfigError(f"output_dir = {str(path)!r}: {error.strerror}; name another output_dir") from None
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
-            f"output_dir = {str(path)!r}: {str(standing)!r} is not a writable folder; name another output_dir"
+            f"output_dir = {str(path)!r}: {str(existing)!r} is not a writable folder; name another output_dir"
         )
     if not resume:
         if (path / "config.yaml").exists():
