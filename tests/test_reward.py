@@ -1,12 +1,17 @@
 """Grading: what counts as the answer, plain numbers, symbolic answers, hostile text in bounded time."""
 
+import re
 import time
+from fractions import Fraction
 
 import pytest
 
 from amir.rewards import Correctness
+from amir.rewards.grading import compare
 from amir.tasks import TASKS
-from amir.tasks.answer import as_number, last_answer
+from amir.tasks.answer import last_answer
+from amir.tasks.exact_numbers import exact_number
+from answer_pairs import BOXED, TEXTS
 from tiny import run_config
 
 ANSWERS = [
@@ -17,13 +22,14 @@ ANSWERS = [
     ("1,2 and 3", "3"),
     ("\\boxed{7} then 9", "7"),
     ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-    ("\\boxed{7", "7"),
+    ("\\boxed{7", None),  # cut short: it may have become 72
     ("\\boxed{5} and \\boxed{6", "5"),
     ("the answer is 5" + " " * 3000, "5"),
     ("so \u22125", "-5"),
     ("no number", None),
     ("", None),
-    ("5 " + "x" * 5000, None),
+    ("5 " + "x" * 5000, "5"),
+    ("\\boxed{5}" + " and so on" * 5000, "5"),
 ]
 
 
@@ -33,17 +39,93 @@ def test_last_answer(text: str, answer: str | None) -> None:
 
 
 def test_numbers_are_exact_and_bounded() -> None:
-    assert as_number("1,234.50") == as_number("1234.5")
-    assert as_number("9007199254740993") != as_number("9007199254740992")
-    assert as_number("-0") == as_number("0")
-    for text in ("9" * 5000, "x", "1e5", "1/2", "", "--1"):
-        assert as_number(text) is None
+    assert exact_number("1,234.50") == exact_number("1234.5") == Fraction(2469, 2)
+    assert exact_number("9007199254740993") != exact_number("9007199254740992")
+    assert exact_number("-0") == exact_number("0") == 0
+    known = {
+        "1e5": 100_000,
+        "1e-05": Fraction(1, 100_000),
+        "1/2": Fraction(1, 2),
+        "3 1/2": Fraction(7, 2),
+        "-3\\frac{1}{2}": Fraction(-7, 2),
+        "\\frac12": Fraction(1, 2),
+        "2^{10}": 1024,
+        "2^3^2": 512,
+        "5!": 120,
+        "\\sqrt{16}": 4,
+        "\\sqrt[3]{27}": 3,
+        "2 \\times 10^5": 200_000,
+        "(1+2)(3)": 9,
+        "0.1\\overline{6}": Fraction(1, 6),
+        "1 234 567": 1_234_567,
+    }
+    assert {text: exact_number(text) for text in known} == known
+    unknown = (
+        "9" * 5000,
+        "x",
+        "",
+        "1,2",
+        "12,34",
+        "3.2.1",
+        "1 2",
+        "1/0",
+        "9^9^9^9",
+        "9!!!!",
+        "(" * 500,
+        "\\sqrt2",
+        "2e9999999",
+    )
+    assert [text for text in unknown if exact_number(text) is not None] == []
 
 
 @pytest.fixture(scope="module")
 def grader():
     with Correctness(timeout_seconds=20) as made:
         yield made
+
+
+def test_what_counts_as_the_right_answer(grader: Correctness) -> None:
+    pairs = [(gold, f"So the answer is \\boxed{{{content}}}.", right) for gold, content, right in BOXED] + TEXTS
+    verdicts = grader([text for _, text, _ in pairs], [gold for gold, _, _ in pairs])
+    wrong = [(*pair, verdict) for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != pair[2]]
+    assert wrong == []
+    assert grader.uncompared == 0
+
+
+def test_the_verdict_does_not_depend_on_which_of_two_texts_is_gold(grader: Correctness) -> None:
+    """But for choices, where a gold letter says that letters are compared."""
+    choice = re.compile(r"(\\text\{)?\(?[A-J]\)?\}?")
+    pairs = [pair for pair in BOXED if not any(map(choice.fullmatch, pair[:2]))]
+    verdicts = grader([f"\\boxed{{{gold}}}" for gold, _, _ in pairs], [content for _, content, _ in pairs])
+    assert [pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != pair[2]] == []
+
+
+HOSTILE = [
+    "{",
+    "\\boxed{",
+    "<answer>",
+    "1 ",
+    "1,",
+    "-",
+    "9",
+    "$",
+    "1/",
+    "(1",
+    "\\frac{",
+    "answer is ",
+    "#### ",
+    "1 000 ",
+]
+
+
+@pytest.mark.parametrize("piece", [*HOSTILE, "\\boxed{1}", "5^{", "\n#### 1", "1.1.1.", "\\pm ", "x=", "\\sqrt{"])
+def test_hostile_completions_are_searched_in_time_linear_in_their_length(piece: str) -> None:
+    seconds = []
+    for length in (20_000, 80_000):
+        began = time.process_time()
+        compare(last_answer(piece * (length // len(piece))) or "", "5")
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 10 * max(seconds[0], 0.05)
 
 
 def test_plain_numbers_need_no_worker() -> None:

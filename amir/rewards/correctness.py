@@ -1,7 +1,7 @@
-"""The reward `correctness`: numbers are compared exactly; other answers by math-verify in a worker process.
+"""The reward `correctness`: exact where it can be (`grading.py`), by computer algebra in a worker process elsewhere.
 
-math-verify can hang for seconds on hostile text, and its own time limits are signals only. It therefore runs in
-processes that are killed at a time limit.
+Computer algebra can hang for seconds on hostile text, and math-verify's own time limits are signals only. It therefore
+runs in processes that are killed at a time limit.
 """
 
 import logging
@@ -12,7 +12,9 @@ from typing import Self
 
 from pebble import ProcessFuture, ProcessPool
 
-from ..tasks.answer import as_number, last_answer
+from ..tasks.answer import last_answer
+from . import algebra
+from .grading import Verdict, compare, normalized
 from .worker import end_with_parent
 
 WORKER_BYTES = 4 * 2**30
@@ -20,18 +22,19 @@ WORKER_BYTES = 4 * 2**30
 
 
 def _limit_worker() -> None:
-    """Runs first in a worker: makes it end with its parent, and limits its memory."""
+    """Runs first in a worker: makes it end with its parent, limits its memory, and imports what takes seconds.
+
+    So the time limit of the first answer does not include the import.
+    """
     end_with_parent()
+    algebra.warm_up()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
 
 
-def _math_verify(gold: str, answer: str) -> bool:
-    """Compares in a worker process, because math-verify's own timeouts need the main thread."""
-    from math_verify import parse, verify
-
+def _equal_by_algebra(answer: str, gold: str) -> bool:
     logging.disable()  # math-verify logs text that it cannot parse
-    return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
+    return algebra.equal(answer, gold)
 
 
 class Correctness:
@@ -40,30 +43,32 @@ class Correctness:
     def __init__(self, timeout_seconds: float = 10.0, workers: int = 2) -> None:
         self.timeout_seconds = timeout_seconds
         self.uncompared = 0
-        """number of answers that could not be compared, because time or memory ran out or math-verify failed"""
+        """number of answers that could not be compared, because time or memory ran out or computer algebra failed"""
         self._workers = workers
         self._pool: ProcessPool | None = None
 
     def __call__(self, completions: list[str], golds: list[str]) -> list[float]:
         """Rewards of the completions, each compared with its gold answer; 0.0 if the comparison had to be killed."""
-        verdicts = [self._decide(c, g) for c, g in zip(completions, golds, strict=True)]
+        answers = [last_answer(completion) for completion in completions]
+        verdicts = [
+            Verdict.DIFFERENT if answer is None else compare(answer, gold)
+            for answer, gold in zip(answers, golds, strict=True)
+        ]
         pending = {
-            i: self._schedule(golds[i], verdict) for i, verdict in enumerate(verdicts) if isinstance(verdict, str)
+            i: self._schedule(answers[i] or "", golds[i])
+            for i, verdict in enumerate(verdicts)
+            if verdict is Verdict.NEEDS_ALGEBRA
         }
-        return [float(self._result(pending[i]) if i in pending else v) for i, v in enumerate(verdicts)]
+        return [
+            float(self._result(pending[i]) if i in pending else verdict is Verdict.EQUAL)
+            for i, verdict in enumerate(verdicts)
+        ]
 
-    def _decide(self, completion: str, gold: str) -> bool | str:
-        """The verdict if numbers or equal strings decide it, otherwise the answer for math-verify."""
-        answer = last_answer(completion)
-        if answer is None or answer == gold:
-            return answer is not None
-        left, right = as_number(answer), as_number(gold)
-        return left == right if left is not None and right is not None else answer
-
-    def _schedule(self, gold: str, answer: str) -> ProcessFuture:
+    def _schedule(self, answer: str, gold: str) -> ProcessFuture:
         if self._pool is None:
             self._pool = ProcessPool(self._workers, initializer=_limit_worker, context=get_context("spawn"))
-        return self._pool.schedule(_math_verify, args=(gold, answer), timeout=self.timeout_seconds)
+        texts = (normalized(answer), normalized(gold))
+        return self._pool.schedule(_equal_by_algebra, args=texts, timeout=self.timeout_seconds)
 
     def _result(self, future: ProcessFuture) -> bool:
         if future.exception() is None:

@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from ..tasks.answer import as_number, last_answer
+from ..tasks.answer import last_answer
+from ..tasks.exact_numbers import exact_number
 
 PLAIN_TAGS = ("think", "answer")
 """The tags in the shipped system prompt `think`; `calibrated` adds analysis and confidence."""
@@ -25,7 +26,7 @@ MAX_CHARACTERS = 100_000
 
 def integer(completions: list[str]) -> list[float]:
     """1.0 if the answer is an integer."""
-    numbers = [as_number(last_answer(text) or "") for text in completions]
+    numbers = [exact_number((last_answer(text) or "").strip("$")) for text in completions]
     return [float(number is not None and number.denominator == 1) for number in numbers]
 
 
