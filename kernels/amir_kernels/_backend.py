@@ -31,7 +31,7 @@ def _triton_obstacle(tensor: Tensor) -> str | None:
 
 
 def use_triton(backend: str, tensor: Tensor) -> bool:
-    """Whether Triton serves a call whose main input is `tensor`; raises if it is asked for and cannot."""
+    """Whether Triton serves a call whose main input is `tensor`; raises if it is requested and cannot serve."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "torch":

@@ -67,7 +67,7 @@ def add_fused_lm_head(
         outputs: of "log_probs" and "entropy". TRL's other three are refused.
         workspace_bytes, backend: as in `linear_logprob`.
 
-    The result is TRL's `FusedCausalLMOutput`: `log_probs` and `entropy` (None unless asked for) float32 `[B, T - 1]`,
+    The result is TRL's `FusedCausalLMOutput`: `log_probs` and `entropy` (None unless requested) float32 `[B, T - 1]`,
     or `[B, T]` for `shift_labels`, 0 where the label is -100, with gradients; `loss` and `label_mask`. A model with
     router losses is refused, and so are TRL versions other than `SUPPORTED_TRL`. Without `fused_lm_head=True` the
     forward is the one that the model had.

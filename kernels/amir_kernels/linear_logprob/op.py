@@ -99,7 +99,7 @@ def select_rows(call: Call, vocabulary: int) -> Tensor:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logprob, entropy, lse, m, S), each shaped like `target`; entropy has no elements unless it is asked for."""
+    """(logprob, entropy, lse, m, S), each shaped like `target`; entropy has no elements unless it is requested."""
     call, with_entropy = Call(*arguments[:-1]), arguments[-1]
     head, shard = call.head, call.shard
     positions, target = select_rows(call, shard.vocabulary), shard.local(call.target)

@@ -94,7 +94,7 @@ class RowStats(NamedTuple):
     total: Tensor
     """S, summed in float64: beside the 1 of a nearly certain token other terms would round to nothing"""
     weighted: Tensor | None
-    """sum e^(z - m) (z - m); None where no entropy is asked for"""
+    """sum e^(z - m) (z - m); None where no entropy is requested"""
     target_logit: Tensor
     """z_target"""
 
