@@ -27,6 +27,7 @@ from ._checks import (
     check_number,
     check_positive,
     check_shape,
+    check_transforms,
     step_divisor,
 )
 from ._double_backward import refuse_double_backward
@@ -252,7 +253,8 @@ def preference_terms(
     """
     check_choice("reduction", reduction, REDUCTIONS)
     scores, rewards = _checked_rows(scores, rewards, group, valid)
-    results = _DifferentiablePreference.apply(
+    check_transforms("preference_loss", (scores,))
+    results = _preference(
         scores,
         rewards,
         group if isinstance(group, Tensor) else None,
@@ -384,20 +386,18 @@ def _preference_fake(scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, T
     )
 
 
-class _DifferentiablePreference(torch.autograd.Function):
-    """`_preference` with a graph from the loss to the scores; its other results are constants."""
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """The loss has a graph to the scores; the other results are constants."""
+    ctx.save_for_backward(output[1], inputs[0])
+    ctx.mark_non_differentiable(*output[1:])
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        loss, weights, *counts = _preference(scores, *arguments)
-        ctx.save_for_backward(weights, scores)
-        ctx.mark_non_differentiable(weights, *counts)
-        return loss, weights, *counts
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        weights, scores = ctx.saved_tensors
-        return refuse_double_backward("preference_loss", grad_loss * weights, scores), *(None for _ in range(10))
+def _differentiate(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weights, scores = ctx.saved_tensors
+    return refuse_double_backward("preference_loss", grad_loss * weights, scores), *(None for _ in range(10))
+
+
+_preference.register_autograd(_differentiate, setup_context=_save)
 
 
 # ---- sums over the pairs, torch ------------------------------------------------------------------------------------

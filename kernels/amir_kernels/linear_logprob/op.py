@@ -237,7 +237,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    stats, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors  # read once: a checkpoint frees what it recomputed after the first reading
+    stats, tensors = saved[:4], saved[4:]
     call = Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
     names = PerInput._fields
     needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))
