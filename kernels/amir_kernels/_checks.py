@@ -123,6 +123,18 @@ def check_int64(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be an int64 tensor, got {tensor.dtype}; convert it with {name}.long()")
 
 
+def check_removed(bias: Tensor, logit_scale: float) -> None:
+    """Refuses a bias of -inf, which removes a token, where the scale gives it no value (0) or makes it +inf."""
+    if logit_scale <= 0:
+        message = (
+            "bias must be finite where logit_scale is not positive, since -inf * logit_scale removes no token; "
+            "use a positive logit_scale, or leave the tokens out of weight and bias"
+        )
+        check_values(
+            bias.detach().isfinite().all(), f"{message} (logit_scale={logit_scale})", lambda: "an infinite bias"
+        )
+
+
 def active_transforms() -> set[str]:
     """Names of the torch.func transforms that the call is inside: "Grad", "Vmap", "Jvp". Empty in a traced graph."""
     if torch.compiler.is_compiling():

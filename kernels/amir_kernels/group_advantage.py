@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._backend import use_triton
+from ._backend import refuse_capture, use_triton
 from ._checks import check_choice, check_count, check_devices, check_flag, check_number, check_vmap
 from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
 
@@ -109,6 +109,7 @@ def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
     check_vmap("group_advantage", (rewards,))
+    refuse_capture("group_advantage", rewards)
     if bool(rewards.isinf().any()):
         rows = rewards.reshape(rewards.shape[0], -1)
         row = int(rows.isinf().any(dim=1).nonzero()[0])
@@ -308,6 +309,7 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int, *, backend
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
     check_vmap("pass_at_k_advantage", (rewards,))
+    refuse_capture("pass_at_k_advantage", rewards)
     check_count("k", k)
     triton = use_triton(backend, rewards)
     exact = rewards.detach().to(torch.float64)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._backend import use_triton
+from ._backend import refuse_capture, use_triton
 from ._checks import (
     check_choice,
     check_count,
@@ -318,7 +318,7 @@ def _divisor(
 # ---- one op for both backends --------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("amir_kernels::preference", mutates_args=())
+@torch.library.custom_op("amir_kernels::preference", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _preference(
     scores: Tensor,
     rewards: Tensor,
@@ -443,7 +443,10 @@ class _PairTile(NamedTuple):
 
 def _largest_group(group: int | Tensor, where: Segments) -> int:
     """Size of the largest group; for ids this synchronizes the device."""
-    return int((where.end - where.start).max()) if isinstance(group, Tensor) else group
+    if not isinstance(group, Tensor):
+        return group
+    refuse_capture("preference_loss with group ids", group)
+    return int((where.end - where.start).max())
 
 
 def _row_blocks(rows: int, window: int, device: torch.device) -> list[Tensor]:
@@ -492,6 +495,7 @@ def _find_cap(rewards: Tensor, where: Segments, rule: PairRule) -> _Cap | None:
     """
     if (max_pairs := rule.max_pairs_per_group) is None:
         return None
+    refuse_capture("preference_loss with max_pairs_per_group", rewards)
     cap = _Cap(torch.full_like(rewards, -math.inf), torch.zeros_like(where.start))
     firsts = where.start.unique().tolist()
     for start, end in zip(firsts, [*firsts[1:], rewards.shape[0]], strict=True):

@@ -13,6 +13,7 @@ from .._checks import (
     check_int64,
     check_number,
     check_positive,
+    check_removed,
     check_shape,
     check_transforms,
 )
@@ -55,6 +56,8 @@ def checked_call(
     if workspace_bytes is not None:
         check_count("workspace_bytes", workspace_bytes)
     check_number("logit_scale", logit_scale)
+    if bias is not None:
+        check_removed(bias, logit_scale)
     check_count("ignore_index", ignore_index, at_least=None)
     others = {"weight": weight, "target": target, "bias": bias, "temperature": temperature}
     if lora is not None:
