@@ -108,3 +108,21 @@ def test_without_a_pair_term_nothing_is_paired() -> None:
     batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], lambda_reg=0)
     assert batch.pairs.total == 0
     assert not batch.pairs.participants.any()
+
+
+@pytest.mark.parametrize("loss_type", ["reinforce", "dapo"])
+@pytest.mark.parametrize(
+    ("baseline", "advantages"),
+    [("mean", [0.75, -0.25, -0.25, -0.25]), ("leave_one_out", [1, -1 / 3, -1 / 3, -1 / 3]), ("none", [1, 0, 0, 0])],
+)
+def test_the_baseline_is_the_setting_whatever_the_loss(loss_type: str, baseline: str, advantages: list[float]) -> None:
+    changes = {"loss_type": loss_type, "baseline": baseline, "scale_rewards": "none"}
+    batch = batch_of([5] * 4, [1.0, 0.0, 0.0, 0.0], **changes)
+    assert batch.advantages.tolist() == pytest.approx(advantages)
+    assert run_config(loss_type=loss_type).baseline == "mean"
+
+
+def test_normalizing_by_group_needs_the_groups_mean_and_deviation() -> None:
+    expected = r"expected scale_rewards = 'group' and baseline = 'mean', got 'group' and 'leave_one_out'"
+    with pytest.raises(ValueError, match=expected):
+        run_config(combine_rewards="normalize_then_sum", baseline="leave_one_out")
