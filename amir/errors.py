@@ -2,7 +2,8 @@
 
     Exception
     ├── ValueError
-    │   └── ConfigError            invalid settings, files or arguments (exit code 2)
+    │   ├── ConfigError            invalid settings, files or arguments (exit code 2)
+    │   └── NotExactNumber         a text is not an exact number, or a number that is too large
     ├── RuntimeError
     │   ├── RunStopped             a started run cannot continue as it is; `--resume` continues it later (exit code 1)
     │   │   └── RunDirectoryLost   the run's folder was deleted or moved while it ran
@@ -25,6 +26,10 @@ from collections.abc import Iterable
 
 class ConfigError(ValueError):
     """Invalid settings, files or arguments; the message names the key, the value and what is expected."""
+
+
+class NotExactNumber(ValueError):
+    """A text is not an exact number, or a number that is too large."""
 
 
 class RunStopped(RuntimeError):

@@ -64,6 +64,21 @@ def test_every_kernel_was_compiled(rows):
     assert {row["kernel"] for row in rows} == kernels | {"_pair_cap_kernel", "_pair_row_sums_kernel"}
 
 
+def test_members_of_a_family_compile_as_its_rows_promise():
+    """Architectures that the table does not have; the forward, plain and with every option."""
+    members = ("sm_103", "sm_121", "gfx950", "gfx1201")
+    plan = [(arch, "bf16", ["stats_kernel"], ["plain", "all options"]) for arch in members]
+    done = compiled(["-c", SCRIPT], input=json.dumps(plan))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 2 * len(members)
+    for row in rows:
+        assert row["spill_bytes"] == 0, row
+        assert row["loop_products"] > 0, row
+        assert row["matrix_instructions"] > 0, row
+        assert row["programs_per_multiprocessor"] >= 1, row
+
+
 SPILLS_BEFORE_3_7 = {("sm_120", "stats_kernel", "all options, kept logits"): 80}
 """Bytes that ptxas 12.9, which comes with Triton 3.6, spills and 13.1 does not."""
 

@@ -113,20 +113,27 @@ def make_trainer(peer, folder, trainer_class, model, reward=even_characters, lor
     )
 
 
-def train(peer, folder, trainer_class, steps=3, **settings):
+def train(peer, folder, trainer_class, steps=3, model_dtype=torch.float32, tied=None, **settings):
     """A trained trainer, the samples of each generation, and the logged losses."""
     from transformers import AutoModelForCausalLM
 
     from tiny import model
 
-    model().save_pretrained(folder / "model")  # TRL loads its reference from where the policy came from
+    made = model().to(model_dtype)
+    if tied is not None:
+        made.config.tie_word_embeddings = tied
+        if tied:
+            made.tie_weights()
+        else:
+            made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+    made.save_pretrained(folder / "model")  # TRL loads its reference from where the policy came from
     samples = []
 
     def reward(prompts, completions, completion_ids, **columns):
         samples.append(completion_ids)
         return even_characters(prompts, completions, completion_ids, **columns)
 
-    policy = AutoModelForCausalLM.from_pretrained(folder / "model")
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=model_dtype)
     trainer = make_trainer(peer, folder, trainer_class, policy, reward, max_steps=steps, **settings)
     trainer.train()
     return trainer, samples, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -179,6 +186,30 @@ def test_trl_trains_a_lora_on_the_head(peer, tmp_path):
         assert gradient.norm() > 0
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         train(peer, tmp_path, trl.grpo_trainer(), steps=1, cast_lm_head_to_fp32=True, **settings)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("tied", "adapter"), [(False, None), (True, None), (False, {}), (False, {"modules_to_save": ["lm_head"]})]
+)
+def test_trl_float32_head_trains_as_trls_own_does(peer, tmp_path, tied, adapter):
+    """TRL gives the head a forward of its own; a bfloat16 model whose head and log-probs are float32.
+
+    TRL 1.16 itself fails with an adapter on a model with a tied head.
+    """
+    settings = {"cast_lm_head_to_fp32": True, "steps": 2, "model_dtype": torch.bfloat16, "tied": tied}
+    if adapter is not None:
+        settings["lora"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **adapter)
+    ours, our_samples, our_losses = train(peer, tmp_path, trl.grpo_trainer(), **settings)
+    _, their_samples, their_losses = train(peer, tmp_path, peer.GRPOTrainer, **settings)
+    assert our_samples == their_samples
+    assert our_losses == pytest.approx(their_losses, abs=1e-4)
+    base = ours.model.get_base_model() if adapter is not None else ours.model
+    head = base.get_output_embeddings()
+    assert head.weight.dtype == torch.float32
+    assert "forward" in vars(head)  # TRL samples by it, so it stays
+    assert base.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert (head.weight is base.get_input_embeddings().weight) == tied
 
 
 class Work:

@@ -9,6 +9,8 @@ import math
 import re
 from fractions import Fraction
 
+from ..errors import NotExactNumber
+
 MAX_CHARACTERS = 2_000
 MAX_DIGITS = 400
 """Of one number; Python refuses to convert strings beyond 4,300 digits."""
@@ -28,15 +30,11 @@ _TIMES, _OVER = {"*", "×", "·", "\\times", "\\cdot"}, {"/", "÷", "\\div"}
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s?\{?(\d+)\}?")
 
 
-class _NotExact(Exception):
-    """The text is not such a number, or it is too large."""
-
-
 def exact_number(text: str) -> Fraction | None:
     """The number that `text` says, or None."""
     try:
         return _Parser(_tokens(_REPEATING.sub(_repeating, text))).whole() if 0 < len(text) <= MAX_CHARACTERS else None
-    except (_NotExact, ZeroDivisionError, RecursionError):
+    except (NotExactNumber, ZeroDivisionError, RecursionError):
         return None
 
 
@@ -45,7 +43,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
-            raise _NotExact
+            raise NotExactNumber
         kind = match.lastgroup or ""
         tokens.append((kind, match[kind]))
         position = match.end()
@@ -61,7 +59,7 @@ class _Parser:
     def whole(self) -> Fraction:
         value = self._sum()
         if self._place != len(self._tokens):
-            raise _NotExact
+            raise NotExactNumber
         return value
 
     def _peek(self) -> tuple[str, str]:
@@ -76,7 +74,7 @@ class _Parser:
     def _sum(self) -> Fraction:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _NotExact
+            raise NotExactNumber
         value = self._product()
         while self._peek()[1] in ("+", "-"):
             sign = -1 if self._take("-") else 1
@@ -109,7 +107,7 @@ class _Parser:
         base = self._atom()
         while self._take("!"):
             if base.denominator != 1 or not 0 <= base <= MAX_FACTORIAL:
-                raise _NotExact
+                raise NotExactNumber
             base = Fraction(math.factorial(int(base)))
         if self._take("^", "**"):
             return _power(base, self._exponent())
@@ -135,9 +133,9 @@ class _Parser:
             if self._take(opening):
                 value = self._sum()
                 if not self._take(closing):
-                    raise _NotExact
+                    raise NotExactNumber
                 return value
-        raise _NotExact
+        raise NotExactNumber
 
     def _mixed(self, value: Fraction) -> Fraction:
         """`3 1/2` and `3\\frac{1}{2}`: a whole number, then a proper fraction."""
@@ -156,7 +154,7 @@ class _Parser:
     @staticmethod
     def _proper(top: Fraction, bottom: Fraction) -> Fraction:
         if not 0 <= top < bottom:
-            raise _NotExact
+            raise NotExactNumber
         return top / bottom
 
     def _argument(self) -> tuple[Fraction, Fraction]:
@@ -173,10 +171,10 @@ class _Parser:
             self._place += 1
             return Fraction(int(text))
         if not self._take("{"):
-            raise _NotExact
+            raise NotExactNumber
         value = self._sum()
         if not self._take("}"):
-            raise _NotExact
+            raise NotExactNumber
         return value
 
     def _root(self) -> Fraction:
@@ -184,7 +182,7 @@ class _Parser:
         if self._take("["):
             degree = self._sum()
             if not self._take("]"):
-                raise _NotExact
+                raise NotExactNumber
         kind, text = self._peek()
         value = self._group() if kind != "number" or len(text) == 1 else self._atom()
         return _power(value, 1 / degree)
@@ -193,10 +191,10 @@ class _Parser:
 def _fraction(text: str) -> Fraction:
     cleaned = text.replace(",", "").replace(" ", "")
     if len(cleaned) > MAX_DIGITS:
-        raise _NotExact
+        raise NotExactNumber
     mantissa, _, exponent = cleaned.lower().partition("e")
     if not mantissa.strip("."):
-        raise _NotExact
+        raise NotExactNumber
     value = Fraction(f"0{mantissa}" if mantissa.startswith(".") else mantissa.rstrip("."))
     if exponent:
         value *= _power(Fraction(10), Fraction(int(exponent)))
@@ -207,7 +205,7 @@ def _repeating(match: re.Match[str]) -> str:
     """`0.1\\overline{6}` as a fraction in parentheses."""
     whole, fixed, repeated = match.groups()
     if len(match[0]) > MAX_DIGITS:
-        raise _NotExact
+        raise NotExactNumber
     nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     value = int(f"0{whole}{fixed}{repeated}") - int(f"0{whole}{fixed}")
     return f"({value}/{nines})"
@@ -219,13 +217,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         return _power(root, Fraction(exponent.numerator))
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(exponent) * bits > MAX_BITS:
-        raise _NotExact
+        raise NotExactNumber
     return Fraction(base ** int(exponent))
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction:
     if degree > 64 or base < 0:
-        raise _NotExact
+        raise NotExactNumber
     parts = [_integer_root(part, degree) for part in (base.numerator, base.denominator)]
     return Fraction(*parts)
 
@@ -236,11 +234,11 @@ def _integer_root(value: int, degree: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle**degree <= value else (low, middle - 1)
     if low**degree != value:
-        raise _NotExact
+        raise NotExactNumber
     return low
 
 
 def _bounded(value: Fraction) -> Fraction:
     if value.numerator.bit_length() + value.denominator.bit_length() > MAX_BITS:
-        raise _NotExact
+        raise NotExactNumber
     return value

@@ -6,6 +6,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -120,3 +121,53 @@ def check_int64(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be an int64 tensor, got {_kind(tensor)}; torch.as_tensor makes one")
     if tensor.dtype != torch.int64:
         raise TypeError(f"{name} must be an int64 tensor, got {tensor.dtype}; convert it with {name}.long()")
+
+
+def check_removed(bias: Tensor, logit_scale: float) -> None:
+    """Refuses a bias of -inf, which removes a token, where the scale gives it no value (0) or makes it +inf."""
+    if logit_scale <= 0:
+        message = (
+            "bias must be finite where logit_scale is not positive, since -inf * logit_scale removes no token; "
+            "use a positive logit_scale, or leave the tokens out of weight and bias"
+        )
+        check_values(
+            bias.detach().isfinite().all(), f"{message} (logit_scale={logit_scale})", lambda: "an infinite bias"
+        )
+
+
+def active_transforms() -> set[str]:
+    """Names of the torch.func transforms that the call is inside: "Grad", "Vmap", "Jvp". Empty in a traced graph."""
+    if torch.compiler.is_compiling():
+        return set()
+    return {interpreter.key().name for interpreter in torch._C._functorch.get_interpreter_stack() or ()}
+
+
+def check_transforms(op: str, tensors: Iterable[Tensor | None]) -> None:
+    """Refuses derivatives that the op does not have: forward mode, and those by torch.func's transforms.
+
+    Without this torch would take the results for constants, or name a function that the caller never wrote.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transforms, found = active_transforms(), [tensor for tensor in tensors if tensor is not None]
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+    if tracked and transforms & {"Grad", "Jvp"}:
+        raise NotImplementedError(
+            f"{op} is called inside torch.func.grad, vjp, jvp or a transform made of them, which cannot differentiate "
+            "it; use backward() or torch.autograd.grad, with torch.func.functional_call where the parameters are "
+            "arguments, or the function of that name in amir_kernels.reference"
+        )
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in found):
+        raise NotImplementedError(
+            f"{op} has no forward-mode derivatives, and an input carries a tangent; use reverse mode, or the function "
+            "of that name in amir_kernels.reference"
+        )
+
+
+def check_vmap(op: str, tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors that `torch.vmap` batches."""
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        raise NotImplementedError(
+            f"{op} is called inside torch.vmap, which is not supported; pass all rows in one call, and "
+            "their groups as ids"
+        )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._backend import device_guard
 from ._groups import Segments
 
 MAX_GROUP_BLOCK = 512
@@ -104,7 +105,7 @@ def group_advantages(
     groups = offsets.numel() - 1
     if groups:
         block = min(triton.next_power_of_2(longest), MAX_GROUP_BLOCK)
-        with torch.cuda.device_of(rewards):
+        with device_guard(rewards):
             _group_advantage_kernel[(groups,)](
                 rewards,
                 offsets,
@@ -163,7 +164,7 @@ def pass_at_k_advantages(rewards: Tensor, offsets: Tensor, longest: int, k: int)
     groups = offsets.numel() - 1
     if groups:
         block = min(triton.next_power_of_2(longest), MAX_GROUP_BLOCK)
-        with torch.cuda.device_of(rewards):
+        with device_guard(rewards):
             _pass_at_k_kernel[(groups,)](rewards, offsets, advantages, k, BLOCK=block, **RESOURCES)
     return advantages
 
@@ -384,7 +385,7 @@ def pair_row_sums(
     bits, ranks = (torch.empty_like(where.start) for _ in range(2)) if cap else (where.start, where.start)
     options = {"MARGIN": margin, "ROUNDING": rounding, "TOPK": topk, "ROWS": ROW_BLOCK, "COLUMNS": COLUMN_BLOCK}
     options |= RESOURCES
-    with torch.cuda.device_of(scores):
+    with device_guard(scores):
         if cap:
             _pair_cap_kernel[(rows,)](rewards, where.start, where.end, bits, ranks, rows, cap, **options)
         _pair_row_sums_kernel[(triton.cdiv(rows, ROW_BLOCK),)](

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._backend import use_triton
-from ._checks import check_choice, check_count, check_devices, check_flag, check_number
+from ._backend import refuse_capture, use_triton
+from ._checks import check_choice, check_count, check_devices, check_flag, check_number, check_vmap
 from ._groups import ROUNDING, Segments, check_group, check_rewards, segments
 
 BASELINES = ("mean", "leave_one_out", "none")
@@ -108,6 +108,8 @@ def _check_rewards(rewards: Tensor, group: int | Tensor) -> None:
         )
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
+    check_vmap("group_advantage", (rewards,))
+    refuse_capture("group_advantage", rewards)
     if bool(rewards.isinf().any()):
         rows = rewards.reshape(rewards.shape[0], -1)
         row = int(rows.isinf().any(dim=1).nonzero()[0])
@@ -306,6 +308,8 @@ def pass_at_k_advantage(rewards: Tensor, group: int | Tensor, k: int, *, backend
         raise ValueError(f"rewards must be [B], got {list(rewards.shape)}; combine several reward functions first")
     check_group(group, rewards.shape[0])
     check_devices("rewards", rewards.device, {"group": group})
+    check_vmap("pass_at_k_advantage", (rewards,))
+    refuse_capture("pass_at_k_advantage", rewards)
     check_count("k", k)
     triton = use_triton(backend, rewards)
     exact = rewards.detach().to(torch.float64)

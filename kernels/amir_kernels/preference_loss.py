@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._backend import use_triton
+from ._backend import refuse_capture, use_triton
 from ._checks import (
     check_choice,
     check_count,
@@ -27,6 +27,7 @@ from ._checks import (
     check_number,
     check_positive,
     check_shape,
+    check_transforms,
     step_divisor,
 )
 from ._double_backward import refuse_double_backward
@@ -252,7 +253,8 @@ def preference_terms(
     """
     check_choice("reduction", reduction, REDUCTIONS)
     scores, rewards = _checked_rows(scores, rewards, group, valid)
-    results = _DifferentiablePreference.apply(
+    check_transforms("preference_loss", (scores,))
+    results = _preference(
         scores,
         rewards,
         group if isinstance(group, Tensor) else None,
@@ -316,7 +318,7 @@ def _divisor(
 # ---- one op for both backends --------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("amir_kernels::preference", mutates_args=())
+@torch.library.custom_op("amir_kernels::preference", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _preference(
     scores: Tensor,
     rewards: Tensor,
@@ -384,20 +386,18 @@ def _preference_fake(scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, T
     )
 
 
-class _DifferentiablePreference(torch.autograd.Function):
-    """`_preference` with a graph from the loss to the scores; its other results are constants."""
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """The loss has a graph to the scores; the other results are constants."""
+    ctx.save_for_backward(output[1], inputs[0])
+    ctx.mark_non_differentiable(*output[1:])
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        loss, weights, *counts = _preference(scores, *arguments)
-        ctx.save_for_backward(weights, scores)
-        ctx.mark_non_differentiable(weights, *counts)
-        return loss, weights, *counts
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        weights, scores = ctx.saved_tensors
-        return refuse_double_backward("preference_loss", grad_loss * weights, scores), *(None for _ in range(10))
+def _differentiate(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weights, scores = ctx.saved_tensors
+    return refuse_double_backward("preference_loss", grad_loss * weights, scores), *(None for _ in range(10))
+
+
+_preference.register_autograd(_differentiate, setup_context=_save)
 
 
 # ---- sums over the pairs, torch ------------------------------------------------------------------------------------
@@ -443,7 +443,10 @@ class _PairTile(NamedTuple):
 
 def _largest_group(group: int | Tensor, where: Segments) -> int:
     """Size of the largest group; for ids this synchronizes the device."""
-    return int((where.end - where.start).max()) if isinstance(group, Tensor) else group
+    if not isinstance(group, Tensor):
+        return group
+    refuse_capture("preference_loss with group ids", group)
+    return int((where.end - where.start).max())
 
 
 def _row_blocks(rows: int, window: int, device: torch.device) -> list[Tensor]:
@@ -492,6 +495,7 @@ def _find_cap(rewards: Tensor, where: Segments, rule: PairRule) -> _Cap | None:
     """
     if (max_pairs := rule.max_pairs_per_group) is None:
         return None
+    refuse_capture("preference_loss with max_pairs_per_group", rewards)
     cap = _Cap(torch.full_like(rewards, -math.inf), torch.zeros_like(where.start))
     firsts = where.start.unique().tolist()
     for start, end in zip(firsts, [*firsts[1:], rewards.shape[0]], strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import check_removed
 from .amir_loss import AmirLoss
 from .linear_logprob import LogprobEntropy
 from .objective import OBJECTIVES, Objective
@@ -38,10 +39,9 @@ def _head_logits(
         weight = weight + scaling * lora_b.to(dtype) @ lora_a.to(dtype)
     logits = hidden @ weight.T
     if bias is not None:
+        check_removed(bias, logit_scale)
         logits = logits + bias.to(dtype)
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits * logit_scale if softcap is None else softcap * torch.tanh(logits * logit_scale / softcap)
     return logits / (temperature.to(dtype)[..., None] if isinstance(temperature, Tensor) else temperature)
 
 

@@ -60,7 +60,7 @@ def specialization(launch: Launch, nvidia: bool) -> tuple[dict[str, str], dict[t
         pointer = isinstance(value, str) and value.startswith("*")
         if pointer or (isinstance(value, int) and value % 16 == 0):
             hints[(place,)] = [["tt.divisibility", 16]]
-        if pointer and not nvidia:
+        if pointer and not nvidia and name not in launch.large:
             hints[(place,)].append(["tt.pointer_range", 32])
     return signature, constants, hints
 

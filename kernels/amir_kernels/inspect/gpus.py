@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ..linear_logprob.head import round_up
+from ..linear_logprob.triton_tiles import family
 
 
 class Card(NamedTuple):
@@ -63,6 +64,7 @@ AMD_SHARED_GRANULE, AMD_SHARED_LIMIT = 512, 65_536
 
 def nvidia_occupancy(number: int, registers: int, warps: int, shared: int, tensor_columns: int) -> int:
     """Programs that a multiprocessor runs at once; 0 where the kernel cannot be launched."""
+    number = int(family(f"sm_{number}")[3:])
     by_registers = 65_536 // (-(-max(registers, 1) // 8) * 8 * warps * 32)
     by_shared = SHARED_BYTES.get(number, 102_400) // (shared + 1024)
     by_tensor_memory = 512 // max(tensor_columns, 1)
@@ -71,7 +73,7 @@ def nvidia_occupancy(number: int, registers: int, warps: int, shared: int, tenso
 
 def amd_occupancy(architecture: str, registers: int, warps: int, shared: int) -> dict[str, int]:
     """Programs of a multiprocessor and waves of a SIMD at once; 0 where the kernel cannot be launched."""
-    amd = AMD[architecture]
+    amd = AMD[family(architecture)]
     waves = min(amd.waves, amd.registers // round_up(max(registers, 1), amd.granule))
     by_shared = amd.shared // round_up(max(shared, 1), AMD_SHARED_GRANULE) if shared <= AMD_SHARED_LIMIT else 0
     programs = min(waves * amd.simds // warps, by_shared, amd.programs)

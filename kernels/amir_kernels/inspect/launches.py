@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..linear_logprob.head import Head, Lora
-from ..linear_logprob.triton_tiles import Config, select_config, vocabulary_splits
+from ..linear_logprob.triton_tiles import Config, family, select_config, vocabulary_splits
 from .gpus import CARDS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -15,6 +15,10 @@ ROWS, VOCABULARY, RANK = 8192, 151_936, 16
 """Sizes of the head that flops and bytes are counted for."""
 GROUP, COMPLETIONS = 16, 8192
 """Sizes of the groups."""
+
+
+LARGE = 2**31 - 1
+"""Bytes that offsets of 32 bits reach."""
 
 
 class Launch(NamedTuple):
@@ -32,6 +36,8 @@ class Launch(NamedTuple):
     bytes: int
     """the least that must be read from and written to device memory"""
     config: Config | None = None
+    large: frozenset[str] = frozenset()
+    """pointers to more than 2 GiB, whose offsets take 64 bits on AMD"""
 
 
 def _head(dtype: torch.dtype, hidden_size: int, vocabulary: int, transposed: bool, everything: bool) -> Head:
@@ -80,13 +86,13 @@ def head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, vocab
     """The kernels of the head, plain and with every option, read in place and transposed, with kept logits or not."""
     from ..linear_logprob import triton_backend as kernels
 
-    cache_bytes = max([card.cache_mb for card in CARDS.values() if card.architecture == architecture]) * 10**6
+    cache_bytes = max([card.cache_mb for card in CARDS.values() if card.architecture == family(architecture)]) * 10**6
     for transposed in (False, True):
         for everything in (False, True):
             head = _head(dtype, hidden_size, vocabulary, transposed, everything)
             config = select_config(head, architecture)
             options = kernels.kernel_options(head, config, everything)
-            resources = {name: int(str(options.pop(name))) for name in ("num_warps", "num_stages")}
+            resources = {name: int(options.pop(name)) for name in ("num_warps", "num_stages", "enable_fp_fusion")}  # type: ignore[call-overload]
             values = _head_values(head, config, cache_bytes) | options
             sweeps = -(-ROWS // (config.rows * values["group"]))
             flops = 2 * ROWS * hidden_size * vocabulary
@@ -94,16 +100,19 @@ def head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, vocab
             tile = 4096 * (ROWS + hidden_size) * dtype.itemsize + ROWS * hidden_size * dtype.itemsize
             form = ("all options" if everything else "plain") + (", transposed head" if transposed else "")
             shared = (frozenset({*options, "KEEP"}), resources)
+            tail = (config, frozenset({"weight"} if head.weight.untyped_storage().nbytes() > LARGE else ()))
             moved, logits = operands + 12 * ROWS * values["splits"], 4 * ROWS * vocabulary
-            yield Launch(kernels.stats_kernel, form, values | {"KEEP": False}, *shared, flops, moved, config)
+            yield Launch(kernels.stats_kernel, form, values | {"KEEP": False}, *shared, flops, moved, *tail)
             values_kept, form_kept = values | {"KEEP": True, "WITH_ENTROPY": False}, f"{form}, kept logits"
-            yield Launch(kernels.stats_kernel, form_kept, values_kept, *shared, flops, moved + logits, config)
-            yield Launch(kernels.dlogits_kernel, form, values, *shared, flops * 4096 // vocabulary, tile, config)
+            yield Launch(kernels.stats_kernel, form_kept, values_kept, *shared, flops, moved + logits, *tail)
+            yield Launch(kernels.dlogits_kernel, form, values, *shared, flops * 4096 // vocabulary, tile, *tail)
     rows, columns = kernels.KEPT_TILE
     values = values | {"BLOCK_M": rows, "BLOCK_V": columns}
     elements, constants = ROWS * 4096, frozenset({"COMPUTE", "CAPPED", "BLOCK_M", "BLOCK_V"})
     moved = (4 + dtype.itemsize) * elements
-    yield Launch(kernels.kept_dlogits_kernel, "capped", values, constants, {}, 20 * elements, moved)
+    yield Launch(
+        kernels.kept_dlogits_kernel, "capped", values, constants, {"enable_fp_fusion": False}, 20 * elements, moved
+    )
     splits = vocabulary_splits(vocabulary, config)[0]
     values = {"partial": "*fp32", "merged": "*fp32", "N": ROWS, "splits": splits, "BLOCK": kernels.MERGE_ROWS}
     moved = 12 * ROWS * (splits + 1)

@@ -39,6 +39,24 @@ def _trl_module(module: str) -> types.ModuleType:
     return importlib.import_module(module)
 
 
+@contextmanager
+def _plain_head(model: nn.Module) -> Iterator[None]:
+    """Takes off the forward that TRL gives the head for `cast_lm_head_to_fp32`: float32, as it is computed here too."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    patched = [part for part in head.modules() if _is_float32_forward(vars(part).get("forward"))] if head else []
+    forwards = [vars(part).pop("forward") for part in patched]
+    try:
+        yield
+    finally:
+        for part, forward in zip(patched, forwards, strict=True):
+            part.forward = forward
+
+
+def _is_float32_forward(forward: object) -> bool:
+    name = getattr(forward, "__name__", None), getattr(forward, "__module__", None)
+    return name == ("cast_forward_to_fp32", "trl.trainer.grpo_trainer")
+
+
 def _served(model: nn.Module) -> Support:
     support = supports(model)
     if support.refusal is not None:
@@ -63,7 +81,7 @@ def add_fused_lm_head(
     Args:
         model: a causal LM that `supports` serves (with PEFT: the base model), not sharded.
         temperature: divides the logits.
-        cast_lm_head_to_fp32: head products in float32, outside autocast.
+        cast_lm_head_to_fp32: head products in float32, outside autocast; tied heads too.
         outputs: of "log_probs" and "entropy". TRL's other three are refused.
         workspace_bytes, backend: as in `linear_logprob`.
 
@@ -75,7 +93,9 @@ def add_fused_lm_head(
     output_type = _trl_module("trl.trainer.utils").FusedCausalLMOutput
     for name in outputs:
         check_choice("outputs", name, ("log_probs", "entropy"))
-    _served(model)
+    plain_head = _plain_head if cast_lm_head_to_fp32 else nullcontext
+    with plain_head(model):
+        _served(model)
     plain_forward = model.forward
     options = {"temperature": temperature, "workspace_bytes": workspace_bytes, "backend": backend}
 
@@ -90,10 +110,13 @@ def add_fused_lm_head(
             raise ValueError(
                 "output_router_logits=True is not supported, since it adds router losses; use TRL's own head"
             )
-        hidden = _served(self).body(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[misc]
+        with plain_head(self):
+            body = _served(self).body
+        hidden = body(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[misc]
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
-        logprob, entropy = _scores(self, hidden, shift_labels, "entropy" in outputs, cast_lm_head_to_fp32, options)
+        with plain_head(self):
+            logprob, entropy = _scores(self, hidden, shift_labels, "entropy" in outputs, cast_lm_head_to_fp32, options)
         counted = shift_labels != -100
         divisor = counted.sum().clamp(min=1) if num_items is None else num_items
         return output_type(loss=-logprob.sum() / divisor, log_probs=logprob, entropy=entropy, label_mask=counted)

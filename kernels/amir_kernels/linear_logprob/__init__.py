@@ -100,7 +100,7 @@ def linear_logprob_entropy(
         weight: `[V, H]`. A DTensor or an empty shard is refused: gather it first.
         target: int64 `[...]`. `ignore_index` gives 0 in all results and zero gradients and costs no head work; hidden
             may hold anything there. Any other value outside [0, V) raises ValueError with the value and its position.
-        bias: `[V]`; -inf removes a token.
+        bias: `[V]`; -inf removes a token where logit_scale is positive (else it is refused) and there is no softcap.
         temperature: a positive number, or one per token `[...]`; gets no gradient.
         softcap: c > 0 in c * tanh(s / c), applied before the temperature.
         logit_scale: factor on the logits, applied before the cap.

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .._backend import use_triton
 from .._checks import (
@@ -14,7 +13,9 @@ from .._checks import (
     check_int64,
     check_number,
     check_positive,
+    check_removed,
     check_shape,
+    check_transforms,
 )
 from .op import Call
 from .tiling import default_workspace
@@ -55,6 +56,8 @@ def checked_call(
     if workspace_bytes is not None:
         check_count("workspace_bytes", workspace_bytes)
     check_number("logit_scale", logit_scale)
+    if bias is not None:
+        check_removed(bias, logit_scale)
     check_count("ignore_index", ignore_index, at_least=None)
     others = {"weight": weight, "target": target, "bias": bias, "temperature": temperature}
     if lora is not None:
@@ -63,7 +66,7 @@ def checked_call(
     for name, value in {"hidden": hidden, **others}.items():
         if isinstance(value, Tensor):
             _refuse_shard(name, value)
-    _refuse_forward_mode((hidden, weight, bias, *(lora or ())[:2]))
+    check_transforms("linear_logprob", (hidden, weight, bias, *(lora or ())[:2]))
     return Call(
         hidden,
         weight,
@@ -126,16 +129,6 @@ def _refuse_shard(name: str, tensor: Tensor, empty: bool = False) -> None:
             f"parallelism), FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([{variable}]) "
             "(ZeRO-3). For a vocabulary split over ranks pass each rank's rows and process_group"
         )
-
-
-def _refuse_forward_mode(tensors: tuple[Tensor | None, ...]) -> None:
-    """Without this torch would take the results for constants."""
-    for tensor in () if torch.compiler.is_compiling() else tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                "linear_logprob and linear_policy_loss have no forward-mode derivatives, and an input carries a "
-                "tangent; use reverse mode, or the functions of that name in amir_kernels.reference"
-            )
 
 
 def _temperature(temperature: float | Tensor, target: Tensor) -> Tensor:

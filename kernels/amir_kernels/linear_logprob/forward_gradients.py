@@ -105,6 +105,7 @@ logprob_with_hidden_grad_op = torch.library.custom_op(
     _hidden_grad_forward,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 logprob_with_hidden_grad_op.register_fake(_hidden_grad_fake)
 _scale_hidden_grad_op = torch.library.custom_op(

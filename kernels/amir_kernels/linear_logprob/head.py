@@ -60,9 +60,10 @@ class Head:
     def operand(self) -> torch.dtype:
         """Dtype that the products are called with.
 
-        A CPU has no 16-bit product with a float32 result: tiles are widened there.
+        A CPU has no 16-bit product with a float32 result, and ROCm 7 is reported to refuse it (torch 2.9): tiles are
+        widened there, and the products are float32.
         """
-        return self.compute if self.weight.is_cuda else self.accumulate
+        return self.compute if self.weight.is_cuda and not torch.version.hip else self.accumulate
 
     @property
     def depth(self) -> int:
@@ -104,37 +105,63 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Computes float32 products in float32 (no TF32, no bfloat16) and without autocast, whatever is set outside."""
-    with _FLOAT32_PRODUCTS, torch.autocast(device.type, enabled=False):
+    """Computes products as the ops promise, whatever is set outside.
+
+    Float32 products are true float32 (no TF32, no bfloat16), 16-bit products sum in float32, and there is no autocast.
+    """
+    with _STRICT_PRODUCTS, torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _strict_products() -> Iterator[None]:
+    with _float32_products(), _float32_sums():
         yield
 
 
 @contextlib.contextmanager
 def _float32_products() -> Iterator[None]:
+    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set per backend, which the older interface refuses to read
-        with _float32_products_by_backend():
-            yield
-        return
-    torch.set_float32_matmul_precision("highest")
+        precision = None
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        for backend, own in zip(backends, before, strict=True):
+            if backend.fp32_precision != own:  # allow_tf32 sets one of the two, the older interface both
+                backend.fp32_precision = own
 
 
 @contextlib.contextmanager
-def _float32_products_by_backend() -> Iterator[None]:
-    backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
+def _float32_sums() -> Iterator[None]:
+    """16-bit products on a GPU sum in float32, and partial sums are not rounded. Versions lack some of the flags."""
+    flags: Any = torch.backends.cuda.matmul
+    accumulation = getattr(flags, "allow_fp16_accumulation", None)
+    reductions = {}
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        if (allowed := getattr(flags, name, None)) is not None:
+            split_k = getattr(flags, f"{name}_split_k", None)
+            reductions[name] = (allowed, False) if split_k is None else ((allowed, split_k), (False, split_k))
+    if accumulation:
+        flags.allow_fp16_accumulation = False
+    for name, (_, strict) in reductions.items():
+        setattr(flags, name, strict)
     try:
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        for name, (before, _) in reductions.items():
+            setattr(flags, name, before)
+        if accumulation:
+            flags.allow_fp16_accumulation = True
 
 
 class _SharedContext:
@@ -157,4 +184,4 @@ class _SharedContext:
                 self._context.__exit__(None, None, None)
 
 
-_FLOAT32_PRODUCTS = _SharedContext(_float32_products)
+_STRICT_PRODUCTS = _SharedContext(_strict_products)

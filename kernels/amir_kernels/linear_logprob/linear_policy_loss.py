@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_devices, check_float, check_int64, check_shape
+from .._checks import active_transforms, check_choice, check_devices, check_float, check_int64, check_shape
 from .._token_layout import TokenLayout, compute_dtype, token_layout
 from ..objective import Objective
 from ..policy_loss import PolicyLoss, policy_loss, resolve_objective
@@ -194,7 +194,8 @@ def _choose_form(call: Call, logits_workspace: int) -> Literal["hidden gradient"
     exact = all(tensor.dtype == call.head.accumulate for tensor in trained)
     # float16 dlogits need their loss scale before any gradient of the loss is known
     fits = not call.triton or (call.compute != torch.float16 and _keeps_logits(call, logits_workspace))
-    return "all gradients" if exact and fits and not torch.compiler.is_compiling() else "recompute"
+    traced = torch.compiler.is_compiling() or active_transforms()
+    return "all gradients" if exact and fits and not traced else "recompute"
 
 
 def _keeps_logits(call: Call, logits_workspace: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._backend import refuse_capture
 from .._double_backward import refuse_double_backward
 from .backward import head_grads, row_coefficients
 from .head import Head, Lora, PerInput, exact_products
@@ -79,6 +80,7 @@ def select_rows(call: Call, vocabulary: int) -> Tensor:
     Refuses targets outside the vocabulary and temperatures that are not positive. Synchronizes the device.
     """
     target, temperature = call.target, call.temperature
+    refuse_capture("linear_logprob", target)
     counted = target != call.ignore_index
     bad_target = counted & ((target < 0) | (target >= vocabulary))
     bad_temperature = torch.zeros_like(counted)
@@ -138,6 +140,7 @@ linear_logprob_op = torch.library.custom_op(
     _forward,
     mutates_args=(),
     schema=f"({CALL_SCHEMA}, bool with_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),  # it waits for values from the GPU
 )
 linear_logprob_op.register_fake(_fake_forward)
 
@@ -158,6 +161,7 @@ def _backward(
     """The needed gradients, in the order of `PerInput`; rows whose upstream gradients are all exactly 0 are skipped."""
     call, needs_grad = Call(*arguments[:-1]), PerInput(*arguments[-1])
     head, shard = call.head, call.shard
+    refuse_capture("The backward of linear_logprob", call.target)
     active = torch.zeros_like(call.target, dtype=torch.bool)
     for upstream in (grad_logprob, grad_entropy, grad_lse):
         if upstream is not None:
@@ -178,7 +182,7 @@ def _backward(
         None if grad_entropy is None else gather(grad_entropy),
         None if grad_lse is None else gather(grad_lse),
     )
-    float16_dlogits, dlogits_former = call.compute == torch.float16 and call.hidden.is_cuda, torch_dlogits
+    float16_dlogits, dlogits_former = head.operand == torch.float16, torch_dlogits
     if call.triton:
         from .triton_backend import triton_dlogits
 
@@ -215,6 +219,7 @@ _linear_logprob_backward_op = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor grad_logprob, Tensor? grad_entropy, Tensor? grad_lse, Tensor logprob, Tensor entropy, "
     f"Tensor shift, Tensor total, {CALL_SCHEMA}, bool[] needs_grad) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 _linear_logprob_backward_op.register_fake(_fake_backward)
 
@@ -237,7 +242,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    stats, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors  # read once: a checkpoint frees what it recomputed after the first reading
+    stats, tensors = saved[:4], saved[4:]
     call = Call(**dict(zip(ctx.saved_names, tensors, strict=True)), **ctx.scalars)
     names = PerInput._fields
     needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))

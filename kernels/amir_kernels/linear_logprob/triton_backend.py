@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._backend import device_guard
 from .backward import FormDlogits, RowCoefficients
 from .head import Head, round_up
 from .rows import RowBlock, RowSelection, RowStats, empty_stats
@@ -57,7 +58,8 @@ def forward_rows(head: Head, rows: int, workspace: int, splits: int) -> int:
     They fit the scratch that a call with this many rows may use, backward included.
     """
     hidden_size = head.weight.shape[1]
-    per_row = hidden_size * head.operand.itemsize + 12 * splits + 32
+    converted = head.compute.itemsize * (head.compute != head.operand)
+    per_row = hidden_size * (head.operand.itemsize + converted) + 12 * splits + 32
     if head.lora:
         per_row += 4 * (hidden_size + head.lora.a.shape[0])
     return max(16, scratch_bytes(head, rows, workspace) // per_row // 16 * 16)
@@ -77,7 +79,7 @@ def _head_arguments(head: Head, block: RowBlock, config: Config) -> tuple[Any, .
     low_rank, lora_b = (temperature, temperature)
     if head.lora is not None:
         low_rank, lora_b = block.low_rank, head.lora.b.contiguous()
-    hidden, weight = block.hidden, head.weight
+    hidden, weight = block.hidden.to(head.compute), head.weight
     if config.descriptors:
         hidden = TensorDescriptor.from_tensor(hidden, [config.rows, config.depth])
         weight = TensorDescriptor.from_tensor(weight, [config.columns, config.depth])
@@ -85,7 +87,11 @@ def _head_arguments(head: Head, block: RowBlock, config: Config) -> tuple[Any, .
 
 
 def kernel_options(head: Head, config: Config, with_entropy: bool) -> dict[str, object]:
-    """The compile-time arguments and resources of the kernels that form products."""
+    """The compile-time arguments and resources of the kernels that form products.
+
+    The compiler fuses no product with a sum by itself, which it could do in one form of a kernel and not in another:
+    with and without entropy or kept logits the sums are the same operations. Fused ones are written as `tl.fma`.
+    """
     return {
         "COMPUTE": _DTYPES[head.compute],
         "HAS_BIAS": head.bias is not None,
@@ -98,6 +104,7 @@ def kernel_options(head: Head, config: Config, with_entropy: bool) -> dict[str, 
         "BLOCK_K": config.depth,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        "enable_fp_fusion": False,
     }
 
 
@@ -119,26 +126,27 @@ def block_stats(head: Head, block: RowBlock, with_entropy: bool, kept_logits: Te
     partial = torch.empty(splits, 3, rows, dtype=torch.float32, device=block.hidden.device)
     merged = torch.zeros(4, rows, dtype=torch.float32, device=block.hidden.device)
     items = triton.cdiv(rows, config.rows) * splits
-    stats_kernel[(program_count(items, config, multiprocessors),)](
-        *_head_arguments(head, block, config),
-        partial,
-        merged[3],
-        partial if kept_logits is None else kept_logits,
-        rows,
-        hidden_size,
-        vocabulary,
-        *head.weight.stride(),
-        head.lora.a.shape[0] if head.lora else 0,
-        0 if kept_logits is None else kept_logits.stride(0),
-        splits,
-        split_tiles,
-        row_tiles_per_group(hidden_size, head.operand.itemsize, config, cache_bytes),
-        head.softcap or 1.0,
-        head.logit_scale,
-        KEEP=kept_logits is not None,
-        **kernel_options(head, config, with_entropy),
-    )
-    merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
+    with device_guard(block.hidden):
+        stats_kernel[(program_count(items, config, multiprocessors),)](
+            *_head_arguments(head, block, config),
+            partial,
+            merged[3],
+            partial if kept_logits is None else kept_logits,
+            rows,
+            hidden_size,
+            vocabulary,
+            *head.weight.stride(),
+            head.lora.a.shape[0] if head.lora else 0,
+            0 if kept_logits is None else kept_logits.stride(0),
+            splits,
+            split_tiles,
+            row_tiles_per_group(hidden_size, head.operand.itemsize, config, cache_bytes),
+            head.softcap or 1.0,
+            head.logit_scale,
+            KEEP=kept_logits is not None,
+            **kernel_options(head, config, with_entropy),
+        )
+        merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](partial, merged, rows, splits, BLOCK=MERGE_ROWS)
     return RowStats(*merged)
 
 
@@ -161,24 +169,25 @@ def triton_dlogits(head: Head, tiling: Tiling) -> FormDlogits:
     def form(block: RowBlock, coefficients: RowCoefficients, _: Tensor, start: int, stop: int) -> Tensor:
         rows, width = block.padded, stop - start
         dlogits = scratch[: rows * width].view(rows, width)
-        dlogits_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(width, config.columns),)](
-            *_head_arguments(head, block, config),
-            coefficients.shift,
-            coefficients.a,
-            coefficients.a if coefficients.b is None else coefficients.b,
-            coefficients.at_target,
-            dlogits,
-            rows,
-            hidden_size,
-            vocabulary,
-            *head.weight.stride(),
-            head.lora.a.shape[0] if head.lora else 0,
-            start,
-            width,
-            head.softcap or 1.0,
-            head.logit_scale,
-            **kernel_options(head, config, coefficients.b is not None),
-        )
+        with device_guard(block.hidden):
+            dlogits_kernel[(triton.cdiv(rows, config.rows) * triton.cdiv(width, config.columns),)](
+                *_head_arguments(head, block, config),
+                coefficients.shift,
+                coefficients.a,
+                coefficients.a if coefficients.b is None else coefficients.b,
+                coefficients.at_target,
+                dlogits,
+                rows,
+                hidden_size,
+                vocabulary,
+                *head.weight.stride(),
+                head.lora.a.shape[0] if head.lora else 0,
+                start,
+                width,
+                head.softcap or 1.0,
+                head.logit_scale,
+                **kernel_options(head, config, coefficients.b is not None),
+            )
         return dlogits.to(head.operand)
 
     return form
@@ -191,25 +200,27 @@ def kept_dlogits(head: Head, tiling: Tiling, kept_logits: Tensor) -> FormDlogits
     def form(block: RowBlock, coefficients: RowCoefficients, _: Tensor, start: int, stop: int) -> Tensor:
         rows, width = block.padded, stop - start
         dlogits = scratch[: rows * width].view(rows, width)
-        kept_dlogits_kernel[(triton.cdiv(rows, KEPT_TILE[0]) * triton.cdiv(width, KEPT_TILE[1]),)](
-            kept_logits,
-            block.target,
-            _row_temperature(block),
-            coefficients.shift,
-            coefficients.a,
-            coefficients.at_target,
-            dlogits,
-            rows,
-            kept_logits.stride(0),
-            start,
-            width,
-            head.softcap or 1.0,
-            head.logit_scale,
-            COMPUTE=_DTYPES[head.compute],
-            CAPPED=head.softcap is not None,
-            BLOCK_M=KEPT_TILE[0],
-            BLOCK_V=KEPT_TILE[1],
-        )
+        with device_guard(block.hidden):
+            kept_dlogits_kernel[(triton.cdiv(rows, KEPT_TILE[0]) * triton.cdiv(width, KEPT_TILE[1]),)](
+                kept_logits,
+                block.target,
+                _row_temperature(block),
+                coefficients.shift,
+                coefficients.a,
+                coefficients.at_target,
+                dlogits,
+                rows,
+                kept_logits.stride(0),
+                start,
+                width,
+                head.softcap or 1.0,
+                head.logit_scale,
+                COMPUTE=_DTYPES[head.compute],
+                CAPPED=head.softcap is not None,
+                BLOCK_M=KEPT_TILE[0],
+                BLOCK_V=KEPT_TILE[1],
+                enable_fp_fusion=False,
+            )
         return dlogits.to(head.operand)
 
     return form

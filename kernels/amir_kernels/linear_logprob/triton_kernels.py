@@ -32,8 +32,10 @@ def tanh(x):
     far = (1 - e) / (1 + e)
     far = tl.where(x < 0, -far, far)
     y = x * x
-    series = 62.0 / 2835 - y * (1382.0 / 155925)
-    series = 1.0 - y * (1.0 / 3 - y * (2.0 / 15 - y * (17.0 / 315 - y * series)))
+    series = tl.fma(y, -1382.0 / 155925, 62.0 / 2835)
+    series = tl.fma(-y, series, 17.0 / 315)
+    series = tl.fma(-y, series, 2.0 / 15)
+    series = tl.fma(-y, tl.fma(-y, series, 1.0 / 3), 1.0)
     return tl.where(tl.abs(x) < 0.3, x * series, far)
 
 
@@ -46,9 +48,10 @@ def tanh_and_derivative(x):
     """
     size, y = tl.abs(x), x * x
     e = exp(-2 * size)
-    near = size - size * (y * (3465 + y * (189 + y)) / (10395 + y * (4725 + y * (210 + y))))
+    divisor = tl.fma(y, tl.fma(y, 210 + y, 4725.0), 10395.0)
+    near = tl.fma(-size, y * tl.fma(y, 189 + y, 3465.0) / divisor, size)
     t = tl.where(size < 1, near, 1 - 2 * e / (1 + e))
-    derivative = tl.where(size < 1, 1 - t * t, 4 * e / ((1 + e) * (1 + e)))
+    derivative = tl.where(size < 1, tl.fma(-t, t, 1.0), 4 * e / ((1 + e) * (1 + e)))
     return tl.where(x < 0, -t, t), derivative
 
 
@@ -170,7 +173,7 @@ def finish_logits(x, row_temperature, softcap, logit_scale, COMPUTE: tl.constexp
     elif CAPPED:
         z = tanh(x * (logit_scale / softcap)) * (softcap / row_temperature)[:, None]
         t = z * (row_temperature / softcap)[:, None]
-        cap_grad = 1 - t * t
+        cap_grad = tl.fma(-t, t, 1.0)
     else:
         z = x * (logit_scale / row_temperature)[:, None]
     return z, cap_grad
@@ -340,7 +343,7 @@ def logit_gradients(
     d = tl.maximum(z - m[:, None], MIN_EXPONENT)
     slope = a[:, None]
     if WITH_ENTROPY:
-        slope = slope + b[:, None] * d
+        slope = tl.fma(b[:, None] + tl.zeros_like(d), d, slope + tl.zeros_like(d))
     dz = tl.where(is_target, own[:, None], exp(d) * slope)
     if CAPPED:
         dz = dz * cap_grad

@@ -74,6 +74,17 @@ def device_architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+FAMILIES = {"sm_9": "sm_90", "sm_10": "sm_100", "sm_11": "sm_100", "sm_12": "sm_120"}
+FAMILIES |= {"gfx94": "gfx942", "gfx95": "gfx942", "gfx11": "gfx1100", "gfx12": "gfx1100"}
+"""The member of a family that the table has, by how the names of the family start."""
+
+
+def family(architecture: str) -> str:
+    """The architecture whose rows of the table serve this one: "sm_100" for "sm_103", itself for what has no family."""
+    starts = (start for start in FAMILIES if architecture.startswith(start) and len(architecture) > len(start))
+    return next((FAMILIES[start] for start in starts), architecture)
+
+
 def describable(head: Head) -> bool:
     """Whether tensor descriptors can read hidden states and head: contiguous, one dtype, rows in steps of 16 bytes."""
     weight, itemsize = head.weight, head.compute.itemsize
@@ -86,7 +97,7 @@ def select_config(head: Head, architecture: str) -> Config:
     """The row of the table for a head. It depends on neither the batch nor the results: all share their bits."""
     kind = "float32" if head.compute == torch.float32 else "rich" if head.lora or head.softcap else "plain"
     ways = ["descriptors", "pointers"] if describable(head) else ["pointers"]
-    rows = (TABLE.get((name, kind, way)) for name in (architecture, "other") for way in ways)
+    rows = (TABLE.get((name, kind, way)) for name in (family(architecture), "other") for way in ways)
     return next(row for row in rows if row)
 
 
