@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,67 +31,28 @@ UNTIMED = ("loss", "preference_loss", "grad_norm", "kl", "pairs", "reward", "tok
 UNTIMED += ("policy_parameter_grad_norm", "pair_parameter_grad_norm")
 
 
-def script(*before: str) -> tuple[list[str], dict[str, str]]:
-    """The command of tests/ranked_run.py, started by `before`, and its environment."""
-    path = os.pathsep.join(str(Path(entry).resolve()) for entry in [*sys.path, HERE] if entry)
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, *before, str(HERE / "ranked_run.py")], environment
-
-
-@cache
-def forks() -> subprocess.Popen[str]:
-    """The script as a process that has loaded everything and forks the ranks of each run."""
-    command, environment = script()
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*command, "--serve"], env=environment, stdin=pipe, stdout=pipe, text=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _end_of_forks() -> Iterator[None]:
-    yield
-    if forks.cache_info().currsize:
-        with forks() as process:
-            process.stdin.close()
-        forks.cache_clear()
-
-
-def prepared(folder: Path, name: str, more: str = "", **changes: object) -> str:
-    """The file of a run of the tiny model in FOLDER/NAME; `more` is text behind its settings."""
-    if not (folder / "tiny").exists():
-        model().save_pretrained(folder / "tiny")
-        tokenizer().save_pretrained(folder / "tiny")
-    settings = {"model": str(folder / "tiny"), "output_dir": str(folder / name), "max_steps": STEPS, "save_steps": 2}
-    (folder / f"{name}.yaml").write_text(config_yaml(run_config(**(settings | changes))) + more)
-    return str(folder / f"{name}.yaml")
-
-
-def run(folder: Path, name: str, ranks: int, *options: str, torchrun: bool = False, **changes: object) -> Path:
-    """A run on `ranks` processes, which are forked where nothing depends on torchrun; it must succeed."""
-    done = (ended if torchrun else forked)(folder, name, ranks, *options, **changes)
+def run(folder: Path, name: str, ranks: int, *options: str, **changes: object) -> Path:
+    """A run of the tiny model in FOLDER/NAME on `ranks` processes."""
+    done = ended(folder, name, ranks, *options, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FutureWarning" not in done.stderr, done.stderr
     return folder / name
 
 
-def forked(folder: Path, name: str, ranks: int, *options: str, **changes: object) -> subprocess.CompletedProcess[str]:
-    """A run whose ranks are forks of a process that has loaded everything."""
-    job = {"ranks": ranks, "arguments": [prepared(folder, name, **changes), *options], "folder": str(folder)}
-    written = [folder / "stdout.txt", folder / "stderr.txt"]
-    for path in written:
-        path.write_text("")
-    process = forks()
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.flush()
-    code = int(process.stdout.readline())
-    return subprocess.CompletedProcess(job["arguments"], code, *(path.read_text() for path in written))
-
-
 def ended(
     folder: Path, name: str, ranks: int, *options: str, more: str = "", **changes: object
 ) -> subprocess.CompletedProcess[str]:
-    """A run under torchrun, however it ends; `more` is text behind its settings."""
-    command, environment = script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    command += [prepared(folder, name, more, **changes), *options]
+    """The command of such a run, however it ends; `more` is text behind its settings."""
+    if not (folder / "tiny").exists():
+        model().save_pretrained(folder / "tiny")
+        tokenizer().save_pretrained(folder / "tiny")
+    settings = {"model": str(folder / "tiny"), "output_dir": str(folder / name), "max_steps": STEPS, "save_steps": 2}
+    (folder / f"{name}.yaml").write_text(config_yaml(run_config(**(settings | changes))) + more)
+    launch = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in [*sys.path, HERE] if entry)
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(HERE / "ranked_run.py"), str(folder / f"{name}.yaml"), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
 
 
@@ -119,8 +78,7 @@ def refuse_difference(left: Path, right: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_train_what_one_process_trains(tmp_path, way: str) -> None:
-    one = run(tmp_path, "on-1", 1, **WAYS[way])
-    two = run(tmp_path, "on-2", 2, torchrun=True, **WAYS[way])
+    one, two = (run(tmp_path, f"on-{ranks}", ranks, **WAYS[way]) for ranks in (1, 2))
     assert any(row["pairs"] for row in metrics(one))
     start = {name: value.clone() for name, value in load_file(tmp_path / "tiny" / "model.safetensors").items()}
     if "lora" in WAYS[way]:
@@ -187,7 +145,7 @@ def test_a_rank_out_of_memory_takes_the_step_again_with_all(tmp_path) -> None:
     changes = {"beta": 0.04, "num_iterations": 2, "num_generations": 8, "max_completion_length": 30}
     changes |= {"micro_batch_tokens": 250}
     one = run(tmp_path, "on-1", 1, **changes)
-    done = forked(tmp_path, "on-2", 2, "--no-room", "5", "1", **changes)
+    done = ended(tmp_path, "on-2", 2, "--no-room", "5", "1", **changes)
     assert done.returncode == 0, done.stderr
     refuse_difference(one, tmp_path / "on-2")
     words = r"out of memory in a micro-batch of (\d+) completions, (\d+) tokens: the step continues"
