@@ -5,10 +5,10 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 # A worker for each core, at most four; each needs up to 2 GB.
-WORKERS := -n logical --maxprocesses 4 --dist loadgroup
-# What test-fast runs: the tests of one op (T), or some of every room that take seconds.
-FAST := amir_loss batch closeness config correction group_advantage gsm8k layout linear_logprob_op metrics \
-  policy_loss preference_loss public_surface readme reference rewards rollout rooms rundir server
+WORKERS := -n logical --maxprocesses 4
+# What test-fast runs: the tests of one op (T), or those of every room that take seconds.
+FAST := amir_loss batch closeness config correction dataset dynamic_sampling gsm8k layout metrics preference_loss \
+  public_surface readme reference reward rollout rooms rundir support
 T ?= $(FAST)
 
 .DEFAULT_GOAL := help
@@ -42,7 +42,7 @@ check: install  ## lint, format, types
 test: check  ## lint, format, types, and every test but the long ones, a worker for each core
 	$(BIN)/pytest $(WORKERS)
 
-test-fast: install  ## T=preference_loss: the tests of an op; without T a selection from every room; under two minutes
+test-fast: install  ## under two minutes: T=preference_loss for the tests of that op, or without T some of every room
 	$(BIN)/pytest -q $(WORKERS) $(foreach name,$(T),$(or $(wildcard tests/test_$(name)*.py),\
 	  $(error there is no tests/test_$(name)*.py)))
 

@@ -32,6 +32,8 @@ from amir_kernels import (
     preference_loss,
     reference,
 )
+from amir_kernels._backend import interpreting
+from amir_kernels._interpreter import use_torch_products
 from contenders import (
     Contender,
     HeadSize,
@@ -197,6 +199,8 @@ def run_all(wanted: Sequence[str], options: argparse.Namespace) -> None:
 
 def run_stage(stage: Callable[[], Iterator[Row]], out: Path) -> None:
     """A stage in this process; each row is written as soon as it is known."""
+    if interpreting():
+        use_torch_products()
     for row in stage():
         write(out, [row])
 

@@ -8,15 +8,35 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from amir_kernels._interpreter import use_torch_products
 from parity import Parity
+
+ON_ONE_WORKER = {f"tests/test_{name}.py" for name in ("inspect", "nothing_lost", "server", "trl_parity")}
+"""Files whose tests share what takes long to make. Of the others each test goes to whichever worker is free."""
+
+use_torch_products()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep-parity", action="store_true", help="keep the differences to the peers that are measured")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (`-n`). The groups of pytest-xdist 3.8 itself (`--dist loadgroup`) miss pytest 9.2's ids."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in ON_ONE_WORKER else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

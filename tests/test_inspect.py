@@ -10,7 +10,6 @@ import pytest
 from amir_kernels.inspect.gpus import amd_occupancy
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.xdist_group("inspect")  # one worker compiles what all look at
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx942", "gfx1100")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.xdist_group("nothing_lost")  # one script makes all runs
 
 KILLS = 20
 DEATHS = [

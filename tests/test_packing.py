@@ -1,7 +1,7 @@
 """The packed training pass: log-probs and gradients of rows run one by one; what cannot be packed says so."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from amir.policy import packed_attention as attention
 from amir.policy import packing
 from amir.policy.packed_attention import Scores, Segment, Segments
-from amir.policy.packing import checkpoint_contexts, hidden_states, why_unpacked
+from amir.policy.packing import checkpoint_contexts, hidden_states, select_states, why_unpacked
 from amir.tokens import Tokens
 from tiny import policy, run_config
 
@@ -347,3 +347,22 @@ def test_looking_leaves_the_random_state_alone() -> None:
     state = torch.get_rng_state()
     assert made.packed
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_gradients_that_meet_in_a_prompts_last_token_have_the_same_bits_in_every_run() -> None:
+    """On several threads, where indexing adds them in the order in which the threads arrive."""
+    threads = torch.get_num_threads()
+    states, upstream = torch.randn(3, 64, requires_grad=True), torch.randn(6000, 64)
+    places = torch.randint(3, (6000,))
+
+    def distinct(select: Callable[[Tensor, Tensor], Tensor]) -> int:
+        gradients = (torch.autograd.grad(select(states, places), states, upstream)[0] for _ in range(100))
+        return len({gradient.numpy().tobytes() for gradient in gradients})
+
+    torch.set_num_threads(2)
+    try:
+        assert distinct(select_states) == 1
+        assert distinct(lambda states, places: states[places]) > 1, "the test must see the order of arrival"
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(select_states(states, places), states[places])

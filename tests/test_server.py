@@ -347,7 +347,6 @@ def of_transformers(url: str, base: Path, **changes: object) -> RunConfig:
     return config(url, sampler=slow, model=str(base), **changes)
 
 
-@pytest.mark.xdist_group("transformers_serve")
 def test_transformers_serve_samples_what_the_policy_would(transformers_serve, base, tmp_path) -> None:
     c = of_transformers(transformers_serve[0], base, temperature=0.5)
     made = make_sampler(c, load_policy(c), tmp_path, print)
@@ -369,7 +368,6 @@ def test_transformers_serve_samples_what_the_policy_would(transformers_serve, ba
     assert under_base < expected - 0.7, "the test must tell the adapter from the base"
 
 
-@pytest.mark.xdist_group("transformers_serve")
 def test_transformers_serve_gets_each_update_and_a_run_ends_resumably_without_it(
     transformers_serve, base, tmp_path
 ) -> None:

@@ -12,7 +12,6 @@ from amir_kernels import OBJECTIVES, group_advantage, policy_loss
 from token_batches import batch
 
 trl = pytest.importorskip("trl", reason="needs the extra `bench`")
-pytestmark = pytest.mark.xdist_group("trl_parity")  # one worker scores with SmolLM2 and makes TRL's trainers
 
 PEER = f"TRL {trl.__version__}"
 LEVELS = ("token", "sequence")

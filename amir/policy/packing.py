@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -45,8 +46,17 @@ def hidden_states(body: Any, tokens: Tokens, *, packed: bool) -> Tensor:
     """
     if not packed:
         ids, predicts = plain_rows(tokens)
-        return body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[predicts]
+        return select_states(body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1), predicts)
     return _run(body, pack(tokens))
+
+
+def select_states(states: Tensor, places: Tensor) -> Tensor:
+    """Rows of `[T, H]` at `places` `[K]`, which may repeat, with the same bits of gradient in every run.
+
+    A prompt's last token predicts the first token of each of its completions, so their gradients meet there. Indexing
+    adds them on a CPU by several threads in whatever order these arrive; the backward of an embedding, in one order.
+    """
+    return F.embedding(places, states)
 
 
 def why_unpacked(body: Any) -> str | None:
@@ -114,7 +124,7 @@ def _run(body: Any, row: Pack) -> Tensor:
     AttentionInterface.register(NAME, packed_attention)
     with UsingAttention(body, NAME):
         output = body(input_ids=row.ids, position_ids=row.positions, use_cache=False, packed_row=row.segments)
-    return output.last_hidden_state[0][row.predicts]
+    return select_states(output.last_hidden_state[0], row.predicts)
 
 
 def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
