@@ -452,7 +452,8 @@ def test_a_run_shows_no_warnings_and_bars_of_libraries(tmp_path, logger: str) ->
 )
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, begun: bool, words: str) -> None:
     script = f"""if True:
-        import os, sys, amir.__main__ as command
+        import os, signal, sys, amir.__main__ as command
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         def train(path, config, resume):
             path.mkdir(parents=True)
             {begun} and (path / "config.yaml").touch()

@@ -34,13 +34,12 @@ class Collector:
 
         `stream` names the random stream: a step, a round of a step, or an evaluation.
         """
-        ranks, own = self.policy.ranks, self._share(prompts)
-        if not own and not self.policy.sharded:
-            return None
+        ranks, own, rollout = self.policy.ranks, self._share(prompts), None
         seed = derived_seed(self.config.seed, ranks.name(stream))
-        ids = [prompt.ids for prompt in own or prompts[:1]]  # a rank without a share takes part if weights are sharded
+        ids = [prompt.ids for prompt in own or prompts[:1]]
         with ranks.raise_on_all_ranks():
-            rollout = self.sampler.sample(ids, group_size, self.config.max_completion_length, seed)
+            if own or self.policy.sharded:  # a rank without a share takes part if weights are sharded
+                rollout = self.sampler.sample(ids, group_size, self.config.max_completion_length, seed)
         return rollout if own else None
 
     def reward(self, prompts: list[Prompt], rollout: Rollout | None) -> tuple[Rollout, Tensor]:
