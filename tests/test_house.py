@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -44,7 +45,10 @@ def test_every_requirement_but_the_gpu_extra_is_pinned():
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the environment is not the one of `make install`")
 def test_what_is_installed_is_what_is_pinned():
     pinned = {normal(name): version for name, version in pins().items()}
-    found = {normal(item.metadata["Name"]): item.version.partition("+")[0] for item in distributions()}
+    found = {
+        normal(item.metadata["Name"]): item.version.partition("+")[0]
+        for item in distributions(path=[sysconfig.get_path("purelib")])
+    }
     of_torch = {name for name in found if name.startswith(("nvidia-", "cuda-"))}
     others = found.keys() - of_torch - {"pip", "amir-grpo"}
     assert {name: found[name] for name in others} == {name: pinned.get(name) for name in others}
