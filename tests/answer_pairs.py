@@ -206,4 +206,11 @@ TEXTS = [  # gold, the completion, whether it is right
     ("42", "#### 42\n\nQuestion: Tom has 7", True),
     ("42", "\\boxed {42} as in step 3", True),
     ("42", "<answer>42</answer> (step 3)", True),
+    ("7", "That's a perfect example! So, 3 + 4 = ", False),
+    ("4", "What is 4 + 0?", False),
+    ("12", "Let us compute 3 * 4", False),
+    ("200000", "it is 2 \\times 10^5", True),
+    ("200000", "it is 2 * 10^5", True),
+    ("-3", "the result is about -3", True),
+    ("5", "10 - 5 = 5", True),
 ]

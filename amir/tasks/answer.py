@@ -25,6 +25,9 @@ _LATEX = rf"\\[dtc]?frac{_BRACES}{_BRACES}|\\[dtc]?frac\d\d|\\sqrt{_BRACES}|√\
 _ATOM = rf"(?:[$€£¥]\s?)?(?:{_DIGITS})!?%?|{_LATEX}"
 _OPERATOR = r"\s?(?:\*\*|\^|[+*/×·÷:]|\\times|\\cdot|\\div)|\s[-−](?=\s)"
 _JOIN = rf"(?:{_OPERATOR})\s?[-−]?(?:{_BRACES}|\()?"
+_SCIENTIFIC = re.compile(r"\s?(?:[*×·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)")
+_UNFINISHED = re.compile(r"\S\s?(?:[+×·÷]|(?<!\*)\*(?!\*)|\\times|\\cdot|\\div|\s[-−])")
+"""A sum or product without its result, such as a question repeated: no answer, unless it is marked as one."""
 _EXPRESSION = re.compile(rf"(?<![\w.,\\])[-−+]?(?:{_ATOM})(?:\^?{_BRACES}|{_JOIN}(?:{_ATOM})?\)?)*")
 _MATHS = re.compile(r"\$([^$\n]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[([^\n]{1,300}?)\\\]")
 _NUMBER_AHEAD = re.compile(r"[-−+]?\s?(?:[$€£¥]|\\\$)?\s?(?:\d|\.\d|\\[dtc]?frac|\\sqrt|\\boxed)")
@@ -52,6 +55,8 @@ def last_boxed(text: str) -> str | None:
 def _boxes(text: str) -> tuple[list[tuple[int, int]], int | None]:
     """Begin and end of the content of every closed box, and where the first unclosed one begins; in one pass."""
     opened = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
+    if not opened:
+        return [], None
     closed, braces = [], []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         place = match.end() - 1
@@ -131,7 +136,7 @@ def _last_expression(text: str) -> str | None:
         if maths.start() <= expression.start() and expression.end() <= maths.end():
             inside = next(part for part in maths.groups() if part is not None)
             return inside.rpartition("=")[2].strip()
-    return _trimmed(expression[0])
+    return None if _UNFINISHED.search(_SCIENTIFIC.sub("", expression[0])) else _trimmed(expression[0])
 
 
 def _trimmed(expression: str) -> str:
