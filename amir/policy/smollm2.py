@@ -4,9 +4,7 @@ The package has a 4-bit GGUF file (Q4_1, Apache-2.0). Transformers cannot save a
 conversion loses the tokenizer's digit splitting, so model and tokenizer are converted once, into the cache folder.
 """
 
-import contextlib
 import importlib.util
-import io
 import os
 import shutil
 from pathlib import Path
@@ -50,8 +48,7 @@ def smollm2_folder() -> Path:
     if not target.exists():
         staging = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # Transformers' progress bars
-                _convert(gguf, staging)
+            _convert(gguf, staging)
             _publish(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -57,11 +57,7 @@ def compare(answer: str, gold: str) -> Verdict:
     if choice:
         letter = _CHOICE.fullmatch(answer)
         return _verdict(letter is not None and letter[1].upper() == choice[1])
-    if answer == gold:
-        return Verdict.EQUAL
-    if _is_words(gold) or _is_words(answer):
-        return _verdict(_words(answer) == _words(gold))
-    return _compare_maths(*_without_names(answer, gold))
+    return _compare_part(answer, gold)
 
 
 def normalized(text: str) -> str:
@@ -244,12 +240,12 @@ def _compare_groups(kind_a: str, parts_a: list[str], kind_b: str, parts_b: list[
         return Verdict.DIFFERENT
     if kind_a in unordered:
         return _compare_unordered(parts_a, parts_b)
-    verdicts = [compare_part(a, b) for a, b in zip(parts_a, parts_b, strict=True)]
+    verdicts = [_compare_part(a, b) for a, b in zip(parts_a, parts_b, strict=True)]
     return _worst(verdicts)
 
 
-def compare_part(answer: str, gold: str) -> Verdict:
-    """Of two parts of lists: words as words, the rest as mathematics."""
+def _compare_part(answer: str, gold: str) -> Verdict:
+    """Of two answers that are no choices, or two parts of lists: words as words, the rest as mathematics."""
     if answer == gold:
         return Verdict.EQUAL
     if _is_words(gold) or _is_words(answer):
@@ -260,7 +256,7 @@ def compare_part(answer: str, gold: str) -> Verdict:
 def _compare_unordered(answers: list[str], golds: list[str]) -> Verdict:
     left, open_question = list(golds), False
     for answer in answers:
-        verdicts = [compare_part(answer, gold) for gold in left]
+        verdicts = [_compare_part(answer, gold) for gold in left]
         if Verdict.EQUAL in verdicts:
             left.pop(verdicts.index(Verdict.EQUAL))
         elif Verdict.NEEDS_ALGEBRA in verdicts:

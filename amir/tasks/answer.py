@@ -60,7 +60,7 @@ def _boxes(text: str) -> tuple[list[tuple[int, int]], int | None]:
     closed, braces = [], []
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         place = match.end() - 1
-        if match[0] == "{" or (place in opened and text[place] == "{"):
+        if match[0] == "{":
             braces.append(place)
         elif match[0] == "}" and braces:
             begin = braces.pop()
@@ -72,11 +72,10 @@ def _boxes(text: str) -> tuple[list[tuple[int, int]], int | None]:
 
 def _before_open_mark(text: str) -> str:
     _, box = _boxes(text)
-    opening = [match.start() for match in _BLOCK.finditer(text) if match[0][1] != "/"]
-    ends = [match.start() for match in _BLOCK.finditer(text) if match[0][1] == "/"]
+    block = _last(_BLOCK.finditer(text))
     cuts = [] if box is None else [box]
-    if opening and (not ends or ends[-1] < opening[-1]):
-        cuts.append(opening[-1])
+    if block and block[0][1] != "/":
+        cuts.append(block.start())
     return text[: min(cuts)] if cuts else text
 
 
@@ -119,7 +118,7 @@ def _last_said(text: str) -> str | None:
     sentence = _SENTENCE_END.split(match[1].strip(), maxsplit=1)[0].strip(" *_")
     maths = _MATHS.match(sentence)
     if maths:
-        return next(part for part in maths.groups() if part is not None).strip()
+        return maths[maths.lastindex or 0].strip()
     expression = _EXPRESSION.match(sentence)
     if expression and _NUMBER_AHEAD.match(sentence):
         rest = sentence[expression.end() :].strip()
@@ -134,8 +133,7 @@ def _last_expression(text: str) -> str | None:
         return None
     for maths in _MATHS.finditer(text):
         if maths.start() <= expression.start() and expression.end() <= maths.end():
-            inside = next(part for part in maths.groups() if part is not None)
-            return inside.rpartition("=")[2].strip()
+            return maths[maths.lastindex or 0].rpartition("=")[2].strip()
     return None if _UNFINISHED.search(_SCIENTIFIC.sub("", expression[0])) else _trimmed(expression[0])
 
 
