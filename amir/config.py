@@ -5,13 +5,23 @@ is that of AMIR-GRPO (arXiv 2601.03661) or of its released code.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from .errors import nearest
+from .other_names import other_value
 
 # Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
 LOSS_TYPES = {
@@ -94,6 +104,39 @@ def _with_known_home(text: str) -> str:
 
 PathText = Annotated[Text, AfterValidator(_with_known_home)]
 """A path, or a name that may be one; a leading `~` is the user's home folder."""
+
+
+def by_name(value: object) -> object:
+    """A name alone stands for the settings of that name: `gsm8k` for {name: gsm8k}."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def switched(value: object) -> object:
+    """`true` stands for a group of settings with its defaults, `false` for none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+def reward_list(value: object) -> object:
+    """One reward without the brackets of a list; each by its name alone, or a function as file.py:function."""
+    rewards = value if isinstance(value, list) else [value]
+    return [{"function": r} if isinstance(r, str) and (":" in r or r.endswith(".py")) else by_name(r) for r in rewards]
+
+
+def scaling(value: object) -> object:
+    """TRL's `true` and `false`."""
+    return ("group" if value else "none") if isinstance(value, bool) else value
+
+
+SHORTHANDS: dict[str, Callable[[object], object]] = {
+    "lora": switched,
+    "task": by_name,
+    "rewards": reward_list,
+    "sampler": by_name,
+    "dynamic_sampling": switched,
+    "scale_rewards": scaling,
+    "correction": switched,
+}
+"""What may be written for a setting in place of its whole value."""
 
 
 class LoraSettings(Settings):
@@ -338,7 +381,7 @@ class RunConfig(Settings):
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     # run
-    max_steps: Count = 1000  # paper
+    max_steps: CountOrZero = 1000  # paper; 0 evaluates only
     micro_batch_tokens: Count = 8192
     gradient_checkpointing: bool = False  # layers are recomputed in the backward
     offload_activations: bool = False  # the layer inputs that checkpointing saves are kept in CPU memory
@@ -351,6 +394,11 @@ class RunConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 
+    @field_validator(*SHORTHANDS, mode="before")
+    @classmethod
+    def _written_out(cls, value: object, info: ValidationInfo) -> object:
+        return SHORTHANDS[info.field_name or ""](value)
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         for refusal in _refusals(self):
@@ -360,7 +408,7 @@ class RunConfig(Settings):
 
 def _refusals(c: RunConfig) -> Iterator[str]:
     if c.loss_type not in LOSS_TYPES:
-        near = nearest(c.loss_type, LOSS_TYPES)
+        near = other_value("loss_type", c.loss_type) or nearest(c.loss_type, LOSS_TYPES)
         yield f"loss_type = {c.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}{near}"
     if c.top_p != 1.0 or c.top_k != 0:
         key, value = ("top_p", c.top_p) if c.top_p != 1.0 else ("top_k", c.top_k)
@@ -389,7 +437,12 @@ def _refusals(c: RunConfig) -> Iterator[str]:
         yield f"min_prompt_length = {c.min_prompt_length}: expected at most max_prompt_length = {c.max_prompt_length}"
     yield from _memory_refusals(c)
     yield from _sampling_refusals(c)
-    if c.warmup_steps >= c.max_steps:
+    if c.max_steps == 0 and c.eval_prompts == 0:
+        yield (
+            "max_steps = 0: the run would neither train nor evaluate; set eval_prompts to the number of held-out "
+            "examples to evaluate, or set max_steps"
+        )
+    if 0 < c.max_steps <= c.warmup_steps:
         yield f"warmup_steps = {c.warmup_steps}: expected fewer than max_steps = {c.max_steps}"
     if c.eval_steps and not c.eval_prompts:
         yield (

@@ -1,6 +1,7 @@
 """Reads the settings of a run from a YAML file or a shipped recipe, and words each mistake as one line."""
 
 import re
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,22 @@ import yaml
 from pydantic import ValidationError
 
 from .config import (
+    SHORTHANDS,
     ArithmeticTask,
     CorrectionSettings,
     DatasetTask,
     DynamicSamplingSettings,
+    GenerateSampling,
     Gsm8kTask,
     LoraSettings,
     PagedSampling,
     RewardSettings,
     RunConfig,
     ServerSampling,
+    Settings,
 )
 from .errors import ConfigError, nearest
+from .other_names import OTHER_NAMES, other_value
 
 
 def recipe_names() -> list[str]:
@@ -39,7 +44,7 @@ def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
     try:
         return RunConfig.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(line for e in error.errors() for line in _explain(e))) from None
 
 
 def config_yaml(config: RunConfig) -> str:
@@ -97,41 +102,135 @@ def _override(fields: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals:
         raise ConfigError(f"--set {override!r}: expected key=value, as in --set learning_rate=1e-4")
+    fields.update({name: SHORTHANDS[name](fields[name]) for name in SHORTHANDS.keys() & fields.keys()})
     *parents, leaf = key.strip().split(".")
+    place: Any = fields
     for parent in parents:
-        fields = fields.setdefault(parent, {})
-        if not isinstance(fields, dict):
-            raise ConfigError(
-                f"--set {override!r}: {parent} is a single value and has no keys; expected {parent}=VALUE"
-            )
-    fields[leaf] = _parse_yaml(value, f"--set {override}")
+        place = _inside(place, parent, override)
+    place[_position(place, leaf, override)] = _parse_yaml(value, f"--set {override}")
 
 
-_UNION_TAG = re.compile(r"arithmetic$|gsm8k$|dataset$|generate$|paged$|server$|str$|constrained|list\[")
-"""Parts of an error's location that name a member of a union instead of a key."""
+def _inside(place: Any, name: str, override: str) -> Any:
+    """The mapping or list at a key; what is missing or null becomes one."""
+    position = _position(place, name, override)
+    if isinstance(place, dict) and place.get(name) is None:
+        place[name] = _default(name)
+    if not isinstance(place[position], dict | list):
+        raise ConfigError(f"--set {override!r}: {name} is a single value and has no keys; expected {name}=VALUE")
+    return place[position]
 
 
-def _explain(error: Any) -> str:
-    location = [str(part) for part in error["loc"] if not _UNION_TAG.match(str(part))]
-    key, value = ".".join(location), error["input"]
+def _default(name: str) -> Any:
+    """A list's default, so that an override can reach into it; otherwise an empty mapping."""
+    default = RunConfig.model_fields[name].default if name in RunConfig.model_fields else None
+    return [entry.model_dump(exclude_unset=True) for entry in default] if isinstance(default, list) else {}
+
+
+def _position(place: dict[str, Any] | list[Any], name: str, override: str) -> Any:
+    if isinstance(place, dict):
+        return name
+    if name.isdecimal() and int(name) < len(place):
+        return int(name)
+    raise ConfigError(
+        f"--set {override!r}: {name!r} is not a place in a list of {len(place)}; places are counted from 0, as in "
+        "rewards.0.weight=2"
+    )
+
+
+GROUPS: dict[str, tuple[type[Settings], ...]] = {
+    "lora": (LoraSettings,),
+    "task": (ArithmeticTask, Gsm8kTask, DatasetTask),
+    "rewards": (RewardSettings,),
+    "sampler": (GenerateSampling, PagedSampling, ServerSampling),
+    "correction": (CorrectionSettings,),
+    "dynamic_sampling": (DynamicSamplingSettings,),
+}
+"""Keys with settings of their own, and the kinds of these."""
+
+AS_TYPED = {
+    "lora": "{r: 16, alpha: 16}, true for the defaults, or null to train every weight",
+    "task": 'gsm8k, {name: arithmetic, max_operand: 9}, or {name: dataset, path: rows.jsonl, prompt: "{question}"}',
+    "rewards": 'the name of a shipped reward, or {function: "rewards.py:score", weight: 0.5}',
+    "sampler": 'generate, paged, or {name: server, url: "http://localhost:8000"}',
+    "correction": "{level: token, mode: truncate}, true for the defaults, or null",
+    "dynamic_sampling": "{max_rounds: 4}, true for the defaults, or null",
+}
+"""What to type for each of these keys."""
+
+_UNION_MEMBER = re.compile(r"str$|constrained|list\[")
+"""Parts of an error's location that name a type of a value instead of a key."""
+
+
+def _explain(error: Any) -> Iterator[str]:
+    """The lines for an error of pydantic; a mapping under an unknown key has a line for each of its entries."""
+    (key, kind), value = _located([str(part) for part in error["loc"]]), error["input"]
+    plain = _without_places(key)
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r} (value {value!r}){nearest(key, [k for k in _known_keys() if k != key])}"
-    if error["type"] == "missing":
-        return f"{key}: missing; it has no default, so set it"
-    if error["type"] == "value_error" and not key:
-        return str(error["ctx"]["error"])
-    return f"{key} = {value!r}: {error['msg'].replace('Input should be', 'expected').replace('Value error, ', '')}"
+        yield from _unknown(key, value, kind)
+    elif error["type"] == "missing":
+        yield f"{key}: missing; it has no default, so set it"
+    elif error["type"] == "value_error" and not key:
+        yield str(error["ctx"]["error"])
+    elif error["type"] == "union_tag_invalid":
+        name, names = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        near = other_value(plain, name) or nearest(name, re.findall(r"'(\w+)'", names))
+        yield f"{key}.name = {name!r}: expected one of {names}{near}; type {key}: {AS_TYPED[plain]}"
+    elif plain in AS_TYPED and error["type"] in _NO_SETTINGS:
+        yield f"{key} = {value!r}: expected {AS_TYPED[plain]}"
+    else:
+        near = other_value(plain, value)
+        if error["type"] == "literal_error" and not near:
+            near = nearest(str(value), re.findall(r"'(\w+)'", error["ctx"]["expected"]))
+        message = error["msg"].replace("Input should be", "expected").replace("Value error, ", "")
+        yield f"{key} = {value!r}: {message}{near}"
+
+
+_NO_SETTINGS = {"model_type", "model_attributes_type", "union_tag_not_found"}
+"""Errors of a value that is not a mapping of settings, or has no `name`."""
+
+
+def _located(parts: list[str]) -> tuple[str, str | None]:
+    """The key of an error's location, and the task or sampler that it belongs to."""
+    tagged = len(parts) > 1 and len(GROUPS.get(parts[0], ())) > 1
+    kind, inner = (parts[1], parts[2:]) if tagged else (None, parts[1:])
+    return ".".join([*parts[:1], *(part for part in inner if not _UNION_MEMBER.match(part))]), kind
+
+
+def _unknown(key: str, value: Any, kind: str | None) -> Iterator[str]:
+    if isinstance(value, dict) and value and key not in OTHER_NAMES:
+        for name, entry in value.items():
+            yield from _unknown(f"{key}.{name}", entry, kind)
+    else:
+        yield f"unknown key {key!r} (value {value!r:.80}){_instead_of(_without_places(key), kind)}"
+
+
+def _without_places(key: str) -> str:
+    """A key without its places in lists: `rewards.weight` for `rewards.0.weight`."""
+    return re.sub(r"\.\d+", "", key)
+
+
+NESTED_CUTOFF = 0.8
+"""Two keys of one group have its name in common, so they resemble each other more than their meanings do."""
+
+
+def _instead_of(key: str, kind: str | None) -> str:
+    """What to write instead of an unknown key, as the end of a message; `kind` is that of its task or sampler."""
+    known = _known_keys()
+    parts = key.split(".")
+    for start in range(len(parts)):
+        here = OTHER_NAMES.get(".".join(parts[start:]))
+        if here is not None:
+            return f"; it is called {here!r} here" if here in known else f"; {here}"
+    if key in known:
+        return f"; {parts[0]} {kind!r} does not have it"
+    if moved := [name for name in known if name.rpartition(".")[2] == parts[-1]]:
+        return f"; expected {' or '.join(map(repr, moved))}"
+    siblings = [name.partition(".")[2] for name in known if name.startswith(f"{parts[0]}.")]
+    if near := nearest(key, known, cutoff=NESTED_CUTOFF if siblings else 0.6):
+        return near
+    return f"; {parts[0]} has the keys {', '.join(dict.fromkeys(siblings))}" if siblings else ""
 
 
 def _known_keys() -> list[str]:
-    lora = [f"lora.{key}" for key in LoraSettings.model_fields]
-    tasks = ArithmeticTask.model_fields | Gsm8kTask.model_fields | DatasetTask.model_fields
-    rewards = [f"rewards.{key}" for key in RewardSettings.model_fields]
-    samplers = PagedSampling.model_fields | ServerSampling.model_fields
-    nested = {
-        "sampler": samplers,
-        "correction": CorrectionSettings.model_fields,
-        "dynamic_sampling": DynamicSamplingSettings.model_fields,
-    }
-    sampling = [f"{parent}.{key}" for parent, keys in nested.items() for key in keys]
-    return [*RunConfig.model_fields, *lora, *(f"task.{key}" for key in tasks), *rewards, *sampling]
+    nested = (f"{group}.{key}" for group, kinds in GROUPS.items() for kind in kinds for key in kind.model_fields)
+    return list(dict.fromkeys([*RunConfig.model_fields, *nested]))

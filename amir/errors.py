@@ -89,7 +89,7 @@ def summary(error: BaseException, length: int = 500) -> str:
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known word closest to a misspelt one, as a suffix for a message; empty if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; nearest: {close[0]!r}" if close else ""

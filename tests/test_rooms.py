@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TRAINER, KERNELS = ROOT / "amir", ROOT / "kernels" / "amir_kernels"
 ROOMS = (
-    ("errors",),
+    ("errors", "other_names"),
     ("config",),
     ("config_reader", "recipes"),
     ("tokens",),
