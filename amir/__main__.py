@@ -162,6 +162,9 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
         trainer.train()
     if not ranks.first:
         return
+    if config.max_steps == 0:
+        typer.echo(f"evaluation: {path / 'evaluations.jsonl'}")
+        return
     try:
         typer.echo(f"curves: {draw_curves(path)}")
     except OSError as error:
@@ -169,7 +172,8 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
             f"curves.png cannot be written ({error.strerror or error}); training is finished, and metrics.jsonl has "
             "the values of every step"
         )
-    typer.echo(f"trained {trainer.result}: {path / trainer.result}")
+    trained = "trained" if trainer.health.trained else "untrained"
+    typer.echo(f"{trained} {trainer.result}: {path / trainer.result}")
     here = Path(os.path.relpath(sys.executable)).parent
     typer.echo(f"next: {here / 'tensorboard'} --logdir {path / 'tensorboard'}, or {here / 'amir'} train gsm8k-smoke")
 

@@ -42,6 +42,8 @@ class Trainer:
     display: Display = field(default_factory=NullDisplay)
     sampler: Sampler | None = None
     """by default the one that `config.sampler` names"""
+    reward_functions: Rewards | None = None
+    """by default those that `config.rewards` names"""
 
     def __post_init__(self) -> None:
         self.ranks = self.policy.ranks
@@ -58,8 +60,7 @@ class Trainer:
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
         self._refuse_missing_prompts()
-        columns = dict.fromkeys(name for example in self.task.train for name in example.columns)
-        self.rewards = Rewards(self.config.rewards, list(columns))
+        self.rewards = self.reward_functions or Rewards(self.config.rewards, self.task.columns)
         adapters = self.directory.path / "server-adapters"
         sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.say)
         self.collector = Collector(self.config, self.policy, sampler, self.rewards, self.say)
@@ -78,7 +79,10 @@ class Trainer:
         self.say(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
 
     def train(self) -> None:
-        """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last."""
+        """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last.
+
+        With `max_steps` 0 it evaluates and saves nothing.
+        """
         c = self.config
         self._begin()
         with self.rewards:
@@ -110,8 +114,12 @@ class Trainer:
                     self._evaluate(step)
                 if step == c.max_steps or step % c.save_steps == 0:
                     self._save(step)
+        if c.max_steps == 0:
+            return
         folder = self.directory.path / self.result
         save_result(folder, self.policy.model, self.policy.tokenizer, self.named, self.ranks)
+        for warning in self.health.closing():
+            self.say(warning)
 
     @property
     def result(self) -> str:
@@ -131,7 +139,7 @@ class Trainer:
                 "training without packing, each completion with its own copy of the prompt, because "
                 f"{self.policy.why_unpacked}"
             )
-        if self.finished_steps >= self.config.max_steps:
+        if self.finished_steps and self.finished_steps >= self.config.max_steps:
             self.say(
                 f"nothing to do: step {self.finished_steps} is done and max_steps = {self.config.max_steps}; set a "
                 "larger max_steps to continue"
@@ -177,6 +185,7 @@ class Trainer:
         if records:
             summary = evaluation_metrics(step, records, c.eval_samples)
             self.directory.record("evaluations", summary)
+            self.display.evaluation(summary)
             name = "reward" if summary["success"] is None else "success"
             shown = "unscored" if summary[name] is None else format(summary[name], ".3f")
             self.say(f"held-out {name} after step {step}: {shown} ({len(records)} samples)")
@@ -188,7 +197,7 @@ class Trainer:
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)
         self.display.step(metrics)
-        for warning in self.health.warnings(metrics):
+        for warning in self.health.take(metrics):
             self.say(warning)
 
     def _next_prompts(self, count: int) -> list[Prompt]:

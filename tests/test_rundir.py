@@ -18,6 +18,7 @@ from amir.config_reader import config_yaml
 from amir.errors import ConfigError
 from amir.run.directory import MAY_CHANGE, RunDirectory, _changes
 from amir.run.display import Terminal
+from amir.run.metrics import GROUPS, METRICS, tag
 from amir.tasks import TASKS
 from amir.trainer import Trainer
 from test_trainer import ParityGrader, rows
@@ -110,8 +111,29 @@ def test_tensorboard_shows_each_step_once_with_the_values_of_metrics_jsonl(tmp_p
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name in ("reward", "pairs", "grad_norm", "reward/correctness"):
         recorded = [(row["step"], pytest.approx(row[name])) for row in rows(tmp_path / "metrics.jsonl")]
-        assert [(event.step, event.value) for event in shown.Scalars(name)] == recorded
-    assert "mismatch" not in shown.Tags()["scalars"]
+        assert [(event.step, event.value) for event in shown.Scalars(tag(name))] == recorded
+    assert "sampler/mismatch" not in shown.Tags()["scalars"]
+
+
+def test_every_metric_has_a_group_in_tensorboard() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(METRICS.keys() - {"step"})
+    assert (tag("kl"), tag("reward/correctness")) == ("train/kl", "rewards/correctness")
+
+
+def test_tensorboard_shows_each_evaluation_once_also_after_a_start_over(tmp_path) -> None:
+    config = run_config(max_steps=2, save_steps=9)
+    cut = in_terminal(tmp_path, config)
+    crash_after(cut, step=1)
+    resumed = in_terminal(tmp_path, config, resume=True)
+    cut.display._events.rename(cut.display._events.with_name("events.out.tfevents.1.cut"))
+    resumed.train()
+    resumed.directory.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("success", "reward", "pass@2"):
+        recorded = [(row["step"], pytest.approx(row[name])) for row in rows(tmp_path / "evaluations.jsonl")]
+        assert [step for step, _ in recorded] == [0, 2]
+        assert [(event.step, event.value) for event in shown.Scalars(f"eval/{name}")] == recorded
 
 
 def test_a_view_that_was_deleted_comes_back(tmp_path) -> None:
@@ -127,7 +149,7 @@ def test_a_view_that_was_deleted_comes_back(tmp_path) -> None:
     made.train()
     made.directory.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in shown.Scalars("reward")] == [2, 3]
+    assert [event.step for event in shown.Scalars("train/reward")] == [2, 3]
 
 
 def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys) -> None:
@@ -143,7 +165,7 @@ def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
     for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):
         assert text.count(words) == 1
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in shown.Scalars("reward")] == [1]
+    assert [event.step for event in shown.Scalars("train/reward")] == [1]
 
 
 FUNCTION = {"function": "mine.py:short", "timeout_seconds": 1.0}

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ..errors import RunStopped
+from .metrics import tag
 
 
 class Display(Protocol):
@@ -40,6 +42,9 @@ class Display(Protocol):
 
     def step(self, metrics: dict[str, Any]) -> None:
         """A step is finished and has these metrics."""
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
+        """An evaluation on held-out prompts has these metrics."""
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -64,6 +69,9 @@ class NullDisplay:
         """Shows nothing."""
 
     def step(self, metrics: dict[str, Any]) -> None:
+        """Shows nothing."""
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
         """Shows nothing."""
 
     def say(self, text: str) -> None:
@@ -107,7 +115,7 @@ class Terminal:
         """Starts the progress bar and TensorBoard's file after `finished_steps`."""
         self._first_step, self._began = finished_steps, time.monotonic()
         self._progress.update(self._task, completed=finished_steps)
-        first = finished_steps + 1  # TensorBoard drops what earlier files have from this step on
+        first = finished_steps + 1 if finished_steps else 0  # TensorBoard drops what earlier files have from here on
         restart = Event(step=first, session_log=SessionLog(status=SessionLog.START))
         self._append(Event(step=first, file_version="brain.Event:2"), restart)
 
@@ -132,8 +140,11 @@ class Terminal:
         self._progress.update(self._task, completed=metrics["step"], left=left)
         line = f"step {metrics['step']:4d}/{self._total}  {summary}  {metrics['step_seconds']:.1f} s  {left}"
         self.console.print(line.rstrip(), highlight=False, soft_wrap=True)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
-        self._append(Event(step=metrics["step"], summary=Summary(value=values)))
+        self._show_in_tensorboard(metrics, tag)
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
+        """Writes the metrics of an evaluation to TensorBoard's file."""
+        self._show_in_tensorboard(metrics, "eval/{}".format)
 
     def _time_left(self, step: int) -> str:
         """Time left to the last step, at the mean pace of this process, evaluations and checkpoints included."""
@@ -143,6 +154,14 @@ class Terminal:
     def say(self, text: str) -> None:
         """Shows a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _show_in_tensorboard(self, metrics: dict[str, Any], tag_of: Callable[[str], str]) -> None:
+        values = [
+            Summary.Value(tag=tag_of(name), simple_value=value)
+            for name, value in metrics.items()
+            if value is not None and name != "step"
+        ]
+        self._append(Event(step=metrics["step"], summary=Summary(value=values)))
 
     def _append(self, *events: Event) -> None:
         """Appends to TensorBoard's file. If it cannot be written, the run reports it once and continues."""
@@ -162,7 +181,21 @@ class Terminal:
             self.say(text)
 
 
-CURVES = ("pairs", "grad_norm", "pair_grad_share", "zero_gradient_share", "step_seconds")
+PANELS = (
+    "success",
+    "reward",
+    "completion_tokens",
+    "truncated_share",
+    "kl",
+    "entropy",
+    "clip_share",
+    "grad_norm",
+    "pairs",
+    "pair_grad_share",
+    "zero_gradient_share",
+    "step_seconds",
+)
+"""The metrics in curves.png, in rows of four; one that a run does not have is left out."""
 
 
 def draw_curves(run: Path) -> Path:
@@ -172,26 +205,32 @@ def draw_curves(run: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = _rows(run / "metrics.jsonl")
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    first = "reward" if all(row["success"] is None for row in rows) else "success"
-    for axis, name in zip(axes.flat, (first, *CURVES), strict=True):
-        axis.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label="sampled in training")
-        axis.set_title(name)
-        axis.set_xlabel("step")
-        if name != "reward":
-            axis.set_ylim(bottom=0)
-    evaluations = _rows(run / "evaluations.jsonl")
-    if evaluations:
-        points = ([row["step"] for row in evaluations], [row.get(first) for row in evaluations])
-        axes.flat[0].plot(*points, "s--", label="held out")
-        axes.flat[0].legend()
-    if first == "success":
-        axes.flat[0].set_ylim(0, 1)
+    rows, evaluations = _rows(run / "metrics.jsonl"), _rows(run / "evaluations.jsonl")
+    names = [name for name in PANELS if any(row.get(name) is not None for row in rows)]
+    lines = math.ceil(len(names) / 4)
+    figure, axes = pyplot.subplots(lines, 4, figsize=(16, 3.2 * lines), layout="constrained", squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        _draw_panel(axis, name, rows, evaluations)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
     figure.suptitle(run.name)
     figure.savefig(run / "curves.png", dpi=110)
     pyplot.close(figure)
     return run / "curves.png"
+
+
+def _draw_panel(axis: Any, name: str, rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    axis.plot([row["step"] for row in rows], [row.get(name) for row in rows], marker=".", label="sampled in training")
+    axis.set_title(name)
+    axis.set_xlabel("step")
+    held_out = [row for row in evaluations if row.get(name) is not None]
+    if held_out:
+        axis.plot([row["step"] for row in held_out], [row[name] for row in held_out], "s--", label="held out")
+        axis.legend()
+    if name != "reward":
+        axis.set_ylim(bottom=0)
+    if name == "success":
+        axis.set_ylim(0, 1)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -1,48 +1,135 @@
-"""Warnings about a run without a training signal, or with a large mismatch between sampler and trainer."""
+"""Warnings while a run trains: no training signal, no gradient, cut completions, a sampler that disagrees.
 
+The steps are looked at in windows of `WINDOW`; what is wrong in a whole window is reported at its end, and again only
+after a window without it. A run that ends before its first window is full is looked at as far as it got.
+"""
+
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from ..config import RunConfig
 from ..update.correction import LARGE_MISMATCH
 
-NO_SIGNAL_STEPS = 20
-"""The step at which a run warns that no group has had differing rewards, or that no pair has been formed."""
+WINDOW = 10
+"""Steps that are looked at together."""
+
+Rows = list[dict[str, Any]]
 
 
 class Health:
-    """Collects the metrics of the steps so far and warns once about each problem."""
+    """Collects the metrics of the steps and words what is wrong with them."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._pairs = 0
-        self._rewards_differed = False
+        self._steps = 0
+        self._rows: Rows = []
+        self._found: set[str] = set()
+        self._had_gradient = False
         self._warned_of_mismatch = False
 
-    def take(self, metrics: dict[str, Any]) -> None:
-        """Adds the metrics of a step, without warnings."""
-        self._pairs += metrics.get("pairs", 0)
-        self._rewards_differed |= metrics.get("zero_variance_share", 0.0) < 1
+    def take(self, metrics: dict[str, Any]) -> list[str]:
+        """Adds the metrics of a step; returns the warnings that are due."""
+        self._steps += 1
+        self._rows.append(metrics)
+        self._had_gradient |= metrics.get("grad_norm") != 0
+        warnings = self._mismatch(metrics)
+        if len(self._rows) == WINDOW:
+            warnings += self._window()
+        return warnings
 
-    def warnings(self, metrics: dict[str, Any]) -> list[str]:
-        """Adds the metrics of a new step; returns new warnings, each once per run."""
-        self.take(metrics)
-        warnings: list[str] = []
-        mismatch = metrics["mismatch"] or 0.0
-        if mismatch > LARGE_MISMATCH and not self._warned_of_mismatch:
-            self._warned_of_mismatch = True
-            warnings.append(
+    def closing(self) -> list[str]:
+        """What to say after the last step: the warnings of a short run, and whether any step had a gradient."""
+        warnings = self._window() if 0 < self._steps < WINDOW else []
+        if self._steps and not self._had_gradient:
+            decayed = ", and only weight decay changed them" if self._config.weight_decay else ""
+            warnings.append(f"warning: the gradient was 0 in every step, so no step trained the weights{decayed}")
+        return warnings
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step had a gradient."""
+        return self._had_gradient
+
+    def _window(self) -> list[str]:
+        """The warnings of the window, which is then empty."""
+        rows, self._rows = self._rows, []
+        steps = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"
+        found = {name: text for name, check in CHECKS.items() if (text := check(rows, self._config))}
+        warnings = [f"warning: in {steps} {text}" for name, text in found.items() if name not in self._found]
+        self._found = set(found)
+        return warnings
+
+    def _mismatch(self, metrics: dict[str, Any]) -> list[str]:
+        mismatch = metrics.get("mismatch") or 0.0
+        if mismatch <= LARGE_MISMATCH or self._warned_of_mismatch:
+            return []
+        self._warned_of_mismatch = True
+        return [
+            (
                 f"warning: the sampler's log-probs differ from the trainer's by {mismatch:.3f} nats a token; compare "
                 "dtype, temperature and adapter of the two, or set `correction` to weight the policy term"
             )
-        if metrics["step"] == NO_SIGNAL_STEPS and not self._rewards_differed:
-            warnings.append(
-                f"warning: no group had differing rewards in {NO_SIGNAL_STEPS} steps, so there was no training signal; "
-                "see the completions and their rewards in completions/"
-            )
-        if self._config.lambda_reg > 0 and metrics["step"] == NO_SIGNAL_STEPS and self._pairs == 0:
-            warnings.append(
-                f"warning: lambda_reg = {self._config.lambda_reg}, but no pair was formed in {NO_SIGNAL_STEPS} steps: "
-                f"in every group the rewards differ by at most reward_margin = {self._config.reward_margin:g}, so "
-                "the pair term has no effect; set a smaller reward_margin"
-            )
-        return warnings
+        ]
+
+
+def _unscored(rows: Rows, config: RunConfig) -> str | None:
+    share = fmean(row["unscored_share"] for row in rows)
+    if share <= 0.5:
+        return None
+    return (
+        f"{share:.0%} of the completions have no reward: every reward function returned None or NaN for them, or "
+        "reached its time limit; see the completions and their rewards in completions/"
+    )
+
+
+def _equal_rewards(rows: Rows, config: RunConfig) -> str | None:
+    if any(row["zero_variance_share"] < 1 for row in rows) or _unscored(rows, config):
+        return None
+    mean = fmean(row["reward"] for row in rows if row["reward"] is not None)
+    return (
+        f"no group had differing rewards (their mean is {mean:.3g}), so rewards gave no training signal; see the "
+        "completions and their rewards in completions/, and choose other questions, another reward, or a larger "
+        "num_generations"
+    )
+
+
+def _no_gradient(rows: Rows, config: RunConfig) -> str | None:
+    differed = any(row["zero_variance_share"] < 1 for row in rows)
+    if not differed or any(row["grad_norm"] != 0 for row in rows):
+        return None
+    masked = " and mask_truncated_completions leaves cut completions out" if config.mask_truncated_completions else ""
+    return (
+        f"the gradient was 0 although rewards differed: {fmean(row['truncated_share'] for row in rows):.0%} of the "
+        f"completions were cut at max_completion_length{masked}; see completions/"
+    )
+
+
+def _no_pairs(rows: Rows, config: RunConfig) -> str | None:
+    differed = any(row["zero_variance_share"] < 1 for row in rows)
+    if not differed or config.lambda_reg == 0 or any(row["pairs"] for row in rows):
+        return None
+    return (
+        f"no pair was formed, so lambda_reg = {config.lambda_reg:g} has no effect: in every group the rewards differ "
+        f"by at most reward_margin = {config.reward_margin:g}; set a smaller reward_margin"
+    )
+
+
+def _truncated(rows: Rows, config: RunConfig) -> str | None:
+    share = fmean(row["truncated_share"] for row in rows)
+    if share <= 0.5:
+        return None
+    return (
+        f"{share:.0%} of the completions were cut at max_completion_length = {config.max_completion_length} before "
+        "they ended; set a larger max_completion_length, or prompt for shorter answers"
+    )
+
+
+CHECKS: dict[str, Callable[[Rows, RunConfig], str | None]] = {
+    "unscored": _unscored,
+    "equal rewards": _equal_rewards,
+    "no gradient": _no_gradient,
+    "no pairs": _no_pairs,
+    "truncated": _truncated,
+}
+"""What is looked for in a window of steps; each gives a text if it is found."""

@@ -74,6 +74,50 @@ METRICS = {
 }
 """The metrics and their meanings. Each reward function adds `reward/NAME`, its mean over the completions it scored."""
 
+GROUPS = {
+    "train": ("reward", "success", "reward_std", "loss", "grad_norm", "learning_rate", "kl", "entropy"),
+    "rewards": ("unscored_share", "reward_timeouts", "zero_variance_share"),
+    "completions": (
+        "completion_tokens",
+        "right_tokens",
+        "wrong_tokens",
+        "truncated_share",
+        "unusable_share",
+        "zero_gradient_share",
+        "groups_sampled",
+        "sampling_rounds",
+        "tokens_trained",
+        "tokens_computed",
+    ),
+    "pairs": ("pairs", "pair_accuracy", "chosen_logprob", "rejected_logprob", "preference_loss"),
+    "gradients": (
+        "policy_grad_norm",
+        "pair_grad_norm",
+        "pair_grad_share",
+        "policy_parameter_grad_norm",
+        "pair_parameter_grad_norm",
+    ),
+    "ratio": ("ratio", "clip_share", "clip_low_share", "clip_high_share"),
+    "sampler": ("mismatch", "mismatch_max", "effective_sample_share", "missing_logprob_share", "corrected_share"),
+    "performance": (
+        "tokens_per_second",
+        "step_seconds",
+        "rollout_seconds",
+        "reward_seconds",
+        "reference_seconds",
+        "update_seconds",
+        "peak_memory_mb",
+    ),
+}
+"""The groups in which TensorBoard shows the metrics; those of evaluations are in `eval`."""
+
+_TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
+
+
+def tag(name: str) -> str:
+    """TensorBoard's tag of a metric, such as `train/reward`; that of a reward function is `rewards/NAME`."""
+    return _TAGS.get(name, f"rewards/{name.removeprefix('reward/')}")
+
 
 class Clock:
     """Splits a step's time into named laps."""

@@ -32,6 +32,11 @@ class Task:
     notes: tuple[str, ...] = ()
     """lines to report before the run starts"""
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of the training rows."""
+        return list(dict.fromkeys(name for example in self.train for name in example.columns))
+
 
 def disjoint(train: list[Example], held_out: list[Example]) -> Task:
     """A task without the training examples that repeat a held-out prompt; their count is noted."""
