@@ -12,8 +12,8 @@ FAST := amir_loss batch closeness config correction dataset dynamic_sampling gsm
 T ?= $(FAST)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check test test-fast test-long wheel test-wheel bench ops gpu-check table lengths \
-  parity clean
+.PHONY: help install quickstart check test test-fast test-long wheel test-wheel bench ops gpu-check gpu-wheels table \
+  lengths parity clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r word says; do \
@@ -66,8 +66,11 @@ bench: .venv/.bench  ## runs every bench/bench_*.py; each prints and keeps its r
 ops: install  ## times every op beside its plain version with pytest-benchmark; K="real and linear": some of them
 	$(BIN)/pytest bench/ops.py -k '$(or $(K),real)' $(ARGS)
 
-gpu-check: install  ## checks and times the ops on a GPU, under 8 minutes; ARGS=--rehearse: tiny, without a GPU
+gpu-check: install  ## the ops, kernels, peers and the trainer on a GPU, in 8 minutes; ARGS=--rehearse: tiny, without a GPU
 	OUT="$${OUT:-runs}" $(BIN)/python bench/gpu_check.py $(ARGS)
+
+gpu-wheels: .venv/.bench  ## gathers in .wheels what gpu-check needs on a machine without a network; ARGS="--python 3.12"
+	$(BIN)/python bench/gather_wheels.py $(ARGS)
 
 table: install  ## writes the tables of README.md, bench/RESULTS.md and docs/hardware.md, and draws the README's picture
 	$(BIN)/python bench/table.py

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import QuantState
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -54,9 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
     },
     "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
+"""Of the configurations; "tiny" is for rehearsals."""
 KEY_HEADS = {"Qwen2.5-7B": 4}
-UNTIED = {"Qwen2.5-7B": 152_064}
+UNTIED = {"Qwen2.5-7B": 152_064, "tiny": 307}
 VOCABULARY = 151_936
 
 
@@ -235,8 +235,8 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
-    """A model of these sizes without data, with its adapter."""
+def model_config(setting: Setting) -> Qwen2Config:
+    """The model's sizes."""
     sizes = MODELS[setting.model] | {
         "num_key_value_heads": KEY_HEADS.get(setting.model, 2),
         "vocab_size": UNTIED.get(setting.model, VOCABULARY),
@@ -244,8 +244,13 @@ def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
         "max_position_embeddings": 32_768,
         "eos_token_id": 0,
     }
+    return Qwen2Config(**sizes, dtype="bfloat16")
+
+
+def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
+    """A model of these sizes without data, with its adapter."""
     with META:
-        base = nn.Module.to(Qwen2ForCausalLM(Qwen2Config(**sizes, dtype="bfloat16")), torch.bfloat16)
+        base = nn.Module.to(Qwen2ForCausalLM(model_config(setting)), torch.bfloat16)
     if setting.quantization == "4bit":
         quantize(base.model)
     tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "eos_token_id": 0})()
@@ -260,6 +265,9 @@ def make_policy(setting: Setting, config: RunConfig) -> OnMeta:
 
 def quantize(body: nn.Module) -> None:
     """Replaces the linear layers of the body by bitsandbytes' 4-bit layers with double quantization."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
     for name, layer in list(body.named_modules()):
         if type(layer) is not nn.Linear:
             continue
@@ -287,9 +295,9 @@ def quantize(body: nn.Module) -> None:
         setattr(body.get_submodule(parent), leaf, made)
 
 
-def count(setting: Setting) -> Memory:
-    """Runs reference pass, forward, backward and update of one optimizer step on the meta device."""
-    config = RunConfig.model_validate(
+def run_config(setting: Setting) -> RunConfig:
+    """The run whose step is counted."""
+    return RunConfig.model_validate(
         {
             "model": setting.model,
             "task": {"name": "arithmetic"},
@@ -303,6 +311,11 @@ def count(setting: Setting) -> Memory:
             "lambda_reg": 0.01,
         }
     )
+
+
+def count(setting: Setting) -> Memory:
+    """Runs reference pass, forward, backward and update of one optimizer step on the meta device."""
+    config = run_config(setting)
     policy = make_policy(setting, config)
     live = Live()
     for tensor in held_by(policy):

@@ -10,20 +10,34 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from amir.policy.smollm2 import smollm2_folder
 from amir_kernels.integrations.trl import grpo_trainer
 from machine import birth_certificate
 from meter import measure
 from rows import keep, timing
 
-ROWS, PROMPT, COMPLETION = 8, 16, 48
+ROWS = 8
 DEAD = (0, 6)
 """of ROWS"""
 RIVAL, OURS = "GRPOTrainer", "grpo_trainer()"
+
+
+class Size(NamedTuple):
+    """A micro-batch."""
+
+    rows: int
+    prompt: int
+    completion: int
+    """tokens"""
+
+    def __str__(self) -> str:
+        return f"{self.rows} x ({self.prompt} + {self.completion}) tokens"
+
+
+SIZE = Size(ROWS, 16, 48)
 
 
 def main() -> None:
@@ -34,24 +48,41 @@ def main() -> None:
     options = parser.parse_args()
     certificate = birth_certificate()
     with tempfile.TemporaryDirectory() as folder:
-        trainers = make_trainers(Path(folder))
+        trainers = make_trainers(Path(folder), smollm2, smollm2_tokenizer())
         for row in measure_cases(trainers, options.repeats):
             print(f"{row['case']}, {row['contender']}: {row['seconds']['median']:.2f} s, {row['peak_memory_mb']} MB")
             if options.keep:
                 keep(row | certificate)
 
 
-def make_trainers(folder: Path) -> dict[str, Any]:
+def smollm2() -> Any:
+    """The packaged model."""
+    from transformers import AutoModelForCausalLM
+
+    from amir.policy.smollm2 import smollm2_folder
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+
+
+def smollm2_tokenizer() -> Any:
+    """Its tokenizer."""
+    from transformers import AutoTokenizer
+
+    from amir.policy.smollm2 import smollm2_folder
+
+    return AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="left")
+
+
+def make_trainers(folder: Path, make_model: Callable[[], Any], tokenizer: Any, *, bf16: bool = False) -> dict[str, Any]:
     """TRL's trainer unchanged, and with our head: the same weights and LoRA."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
         output_dir=str(folder),
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=bf16,
         gradient_checkpointing=False,
         per_device_train_batch_size=ROWS,
         num_generations=ROWS,
@@ -62,8 +93,8 @@ def make_trainers(folder: Path) -> dict[str, Any]:
     for name, trainer_class in ((RIVAL, GRPOTrainer), (OURS, grpo_trainer())):
         torch.manual_seed(0)
         made[name] = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="left"),
+            model=make_model(),
+            processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [0.0 for _ in completions],
             args=config,
             train_dataset=Dataset.from_dict({"prompt": ["1 + 1"]}),
@@ -73,39 +104,41 @@ def make_trainers(folder: Path) -> dict[str, Any]:
     return made
 
 
-def inputs_of(trainer: Any, dead: int) -> dict[str, Any]:
+def inputs_of(trainer: Any, dead: int, size: Size) -> dict[str, Any]:
     """A micro-batch as the trainer's own sampling would give it: random tokens, advantages +1 and -1."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(trainer.model.config.vocab_size, (ROWS, PROMPT + COMPLETION), generator=generator)
-    advantages = torch.tensor([1.0, -1.0]).repeat(ROWS // 2)
+    ids = torch.randint(
+        trainer.model.config.vocab_size, (size.rows, size.prompt + size.completion), generator=generator
+    )
+    advantages = torch.tensor([1.0, -1.0]).repeat(size.rows // 2)
     advantages[:dead] = 0
     mask = torch.ones_like(ids)
     given = {
-        "prompt_ids": ids[:, :PROMPT],
-        "prompt_mask": mask[:, :PROMPT],
-        "completion_ids": ids[:, PROMPT:],
-        "completion_mask": mask[:, PROMPT:],
+        "prompt_ids": ids[:, : size.prompt],
+        "prompt_mask": mask[:, : size.prompt],
+        "completion_ids": ids[:, size.prompt :],
+        "completion_mask": mask[:, size.prompt :],
         "advantages": advantages,
-        "num_items_in_batch": mask[:, PROMPT:].sum(),
+        "num_items_in_batch": mask[:, size.prompt :].sum(),
     }
     return {name: value.to(trainer.accelerator.device) for name, value in given.items()}
 
 
-def train(trainer: Any, dead: int) -> list[torch.Tensor]:
+def train(trainer: Any, dead: int = 0, size: Size = SIZE) -> list[torch.Tensor]:
     """Loss and gradients of the adapter."""
-    loss = trainer._compute_loss(trainer.model, inputs_of(trainer, dead))
+    loss = trainer._compute_loss(trainer.model, inputs_of(trainer, dead, size))
     loss.backward()
     gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
     trainer.model.zero_grad()
     return [loss.detach(), *gradients]
 
 
-def score(trainer: Any) -> list[torch.Tensor]:
+def score(trainer: Any, size: Size = SIZE) -> list[torch.Tensor]:
     """Log-probs of the completions without gradient."""
-    given = inputs_of(trainer, 0)
+    given = inputs_of(trainer, 0, size)
     whole = [torch.cat([given[f"prompt_{name}"], given[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
     with torch.no_grad():
-        return [trainer._get_per_token_logps_and_entropies(trainer.model, *whole, COMPLETION)[0]]
+        return [trainer._get_per_token_logps_and_entropies(trainer.model, *whole, size.completion)[0]]
 
 
 def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
@@ -118,9 +151,9 @@ def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
             "model": "SmolLM2-135M",
             "dtype": "float32",
             "lora_r": 16,
-            "completions": ROWS,
-            "prompt_tokens": PROMPT,
-            "completion_tokens": COMPLETION,
+            "completions": SIZE.rows,
+            "prompt_tokens": SIZE.prompt,
+            "completion_tokens": SIZE.completion,
             "work": name_of_work,
             "zero_advantage_rows": dead,
         }
@@ -141,7 +174,7 @@ def measure_cases(trainers: dict[str, Any], repeats: int) -> list[dict]:
                 "bench": "trl",
                 "contender": name,
                 "workload": workload,
-                "case": f"SmolLM2-135M, {ROWS} x ({PROMPT} + {COMPLETION}) tokens, float32, LoRA r 16, {case}",
+                "case": f"SmolLM2-135M, {SIZE}, float32, LoRA r 16, {case}",
                 "seconds": timings[name],
                 "peak_memory_mb": max(peaks[name], default=None),
                 "ratio_to": None if name == RIVAL else RIVAL,

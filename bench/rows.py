@@ -27,9 +27,9 @@ FIELDS = (
     "date",
     "command",
 )
-OPTIONAL = ("parts", "observed", "curve")
-"""`parts`: seconds by name, of the parts of a time. `observed`: counts and means of the run, by name.
-`curve`: equally long lists by name, one value per step."""
+OPTIONAL = ("parts", "observed", "expected", "curve")
+"""`parts`: seconds by name, of the parts of a time. `observed`: counts and means of the run, by name. `expected`: what
+was predicted, by name. `curve`: equally long lists by name, one value per step."""
 
 Row = dict[str, Any]
 

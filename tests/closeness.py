@@ -18,7 +18,8 @@ def _rms(values: Tensor) -> Tensor:
     return values.pow(2).mean(-1).sqrt()
 
 
-def _over_norm(values: Tensor, truth: Tensor) -> Tensor:
+def over_norm(values: Tensor, truth: Tensor) -> Tensor:
+    """Each row over the norm of its truth."""
     norm = truth.norm(dim=-1, keepdim=True)
     return values / (norm.clamp(min=norm[norm > 0].min()) if (norm > 0).any() else torch.ones_like(norm))
 
@@ -32,11 +33,11 @@ def _parts(values: Tensor, truth: Tensor, target: Tensor | None) -> dict[str, Te
     if target is None:
         return {"row": values}
     column = target.clamp(min=0)[:, None]
-    own = _over_norm(values.gather(1, column), truth).T
+    own = over_norm(values.gather(1, column), truth).T
     rest, exact = values.scatter(1, column, 0.0), truth.scatter(1, column, 0.0)
     squares = (exact / exact.abs().amax(1, keepdim=True).clamp(min=1e-300)) ** 2
     few = squares.sum(1) ** 2 < FEW * squares.square().sum(1)
-    peaked = _over_norm(rest[few], exact[few]).reshape(1, -1)
+    peaked = over_norm(rest[few], exact[few]).reshape(1, -1)
     return {"rest of row": rest[~few], "rest of peaked rows,": peaked, "target entries, row": own}
 
 
@@ -54,24 +55,50 @@ def assert_as_good_as(
     `[..., K]` are rows of K numbers; a vector is one row. With `target` int64 `[N]` (negative: none) the rows are
     `[N, V]`, and the target entries are judged apart. `truth` is float64; `eager` is torch in the kernel's dtypes.
     """
-    assert truth.dtype == torch.float64, f"{name}: the truth must be float64, got {truth.dtype}"
-    assert kernel.shape == truth.shape == eager.shape, f"{name}: {kernel.shape}, {eager.shape}, {truth.shape}"
-    assert kernel.isfinite().all(), f"{name}: {(~kernel.isfinite()).sum()} entries are not finite"
     factor = FACTORS[kernel.dtype] if factor is None else factor
-    eps = torch.finfo(kernel.dtype).eps
-    width = truth.shape[-1] if truth.dim() else 1
-    flat = [values.detach().double().reshape(-1, width) for values in (kernel, eager, truth)]
-    parts = [_parts(values, flat[2], target) for values in flat]
-    for part in parts[0]:
-        ours, theirs, exact = (values[part] for values in parts)
-        if not ours.numel():
-            continue
-        error = _rms(ours - exact)
-        allowed = factor * torch.maximum(_rms(theirs - exact), eps * _rms(exact))
+    for part, (error, theirs, size) in _errors(kernel, eager, truth, target, name).items():
+        allowed = factor * torch.maximum(theirs, torch.finfo(kernel.dtype).eps * size)
         worse = error > allowed
         if worse.any():
             row = int((error - allowed).argmax())
             raise AssertionError(
                 f"{name}: {int(worse.sum())} of {len(error)}; {part} {row} has error {error[row]:.3g}, "
-                f"allowed {allowed[row]:.3g} (eager {_rms(theirs - exact)[row]:.3g}, value {_rms(exact)[row]:.3g})"
+                f"allowed {allowed[row]:.3g} (eager {theirs[row]:.3g}, value {size[row]:.3g})"
             )
+
+
+def worst_ratios(
+    *,
+    kernel: Tensor,
+    eager: Tensor,
+    truth: Tensor,
+    target: Tensor | None = None,
+    eps: float | None = None,
+    name: str = "result",
+) -> dict[str, float]:
+    """For each part the largest ratio of an error to what `assert_as_good_as` allows at a factor of 1.
+
+    `eps`: of the dtype that the kernel's results had, if they were converted.
+    """
+    found = {}
+    for part, (error, theirs, size) in _errors(kernel, eager, truth, target, name).items():
+        allowed = torch.maximum(theirs, (torch.finfo(kernel.dtype).eps if eps is None else eps) * size)
+        found[part] = float(torch.where(error == 0, 0.0, error / allowed).max())
+    return found
+
+
+def _errors(
+    kernel: Tensor, eager: Tensor, truth: Tensor, target: Tensor | None, name: str
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """For each part that has rows: the rms of the kernel's error, of eager's, and of the truth, row by row."""
+    assert truth.dtype == torch.float64, f"{name}: the truth must be float64, got {truth.dtype}"
+    assert kernel.shape == truth.shape == eager.shape, f"{name}: {kernel.shape}, {eager.shape}, {truth.shape}"
+    assert kernel.isfinite().all(), f"{name}: {(~kernel.isfinite()).sum()} entries are not finite"
+    width = truth.shape[-1] if truth.dim() else 1
+    flat = [values.detach().double().reshape(-1, width) for values in (kernel, eager, truth)]
+    ours, theirs, exact = (_parts(values, flat[2], target) for values in flat)
+    return {
+        part: (_rms(ours[part] - exact[part]), _rms(theirs[part] - exact[part]), _rms(exact[part]))
+        for part in ours
+        if ours[part].numel()
+    }

@@ -1,9 +1,6 @@
-"""The benchmarks of the head: bars from rows, what they refuse, and the check for GPUs, rehearsed. Nothing is timed."""
+"""The benchmarks of the head: bars from rows, and what they refuse. Nothing is timed."""
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +12,7 @@ pytest.importorskip("rich")
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
-SCRIPTS = ("bars", "bench_linear_logprob", "contenders", "gpu_check", "machine", "meter", "rows", "table")
+SCRIPTS = ("bars", "bench_linear_logprob", "contenders", "machine", "meter", "rows", "table")
 
 pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="the sources are not here: a wheel is tested")
 
@@ -183,77 +180,3 @@ def test_the_meter_sees_what_a_piece_of_work_holds_at_its_peak(bench):
     assert seconds > 0
     assert result == 25_000_000
     assert 75 < peak < 110
-
-
-# ---- the check for GPUs --------------------------------------------------------------------------------------------
-
-
-def rehearse(tmp_path, *options):
-    out = tmp_path / "rows.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
-    command = [sys.executable, str(BENCH / "gpu_check.py"), "--rehearse", "--out", str(out), *options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    return done, [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def test_the_gpu_check_rehearsed(bench, tmp_path):
-    done, rows = rehearse(tmp_path, "--stages", "float16", "bits", "groups")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {frozenset(row) for row in rows} == {frozenset(bench.rows.FIELDS)}
-    cases = "\n".join(row["case"] for row in rows)
-    for part in ("plain: logprob", "all options: gradient of lora_b, at targets", "in sevens", "G=4, float32: error"):
-        assert part in cases
-    assert all(row["ratio"] == 0 for row in rows if row["case"].startswith("same bits"))
-
-
-def test_stages_beyond_the_budget_are_named(tmp_path):
-    done, rows = rehearse(tmp_path, "--budget", "1")
-    assert done.returncode == 1
-    assert len(rows) == 5
-    assert all(row["case"].endswith("dropped, the time is spent") for row in rows)
-
-
-def test_no_stage_at_all_is_no_success_and_leaves_the_rows_of_before(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"case": "kept"}\n')
-    done, rows = rehearse(tmp_path, "--stages", "numerisc")
-    assert done.returncode == 2
-    assert "--stages names none of numerics float16, same bits" in done.stderr
-    assert rows == [{"case": "kept"}]
-
-
-def test_a_peer_that_fails_becomes_a_row(bench, problem):
-    def missing():
-        raise ImportError("no such peer")
-
-    def breaks(_):
-        raise RuntimeError("out of memory\nand more")
-
-    made = {"linear_logprob": lambda: bench.contenders.ours, "a": missing, "b": lambda: breaks}
-    rows = list(bench.gpu_check.in_turns(made, problem, "tiny"))
-    failed = {row["contender"]: row["case"] for row in rows if "failed" in row["case"]}
-    assert failed == {"a": "tiny: failed: ImportError: no such peer", "b": "tiny: failed: RuntimeError: out of memory"}
-    assert [row["contender"] for row in rows if row["seconds"]] == ["linear_logprob"]
-    assert bench.gpu_check.report(rows, judged=False) == 0
-
-
-def test_a_wrong_gradient_and_a_missed_bar_fail_the_check(bench, capsys):
-    row_of = bench.gpu_check.row_of
-    missed = row_of("linear_logprob", "time", ratio_to="verl Triton", ratio=0.9, at_most=1 / 1.2)
-    assert bench.gpu_check.report([missed], judged=True) == 1
-    assert "MISSED  0.9 <= 0.833  time: linear_logprob / verl Triton" in capsys.readouterr().out
-    assert bench.gpu_check.report([missed | {"ratio": 0.8}], judged=True) == 0
-
-
-def test_the_errors_are_told_from_those_of_a_mutant(bench, monkeypatch):
-    """A head without its entropy gradient misses the bars that the op meets."""
-    check = bench.gpu_check
-    honest = check.our_head
-
-    def mutant(inputs, target, backend):
-        logprob, entropy, lse = honest(inputs, target, backend)
-        return logprob, entropy.detach(), lse
-
-    monkeypatch.setattr(check, "our_head", mutant)
-    rows = list(check.errors(check.REHEARSAL, torch.float32, False, "mutant"))
-    (hidden,) = (row for row in rows if "gradient of hidden" in row["case"])
-    assert hidden["ratio"] > 1000
