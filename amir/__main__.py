@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -62,6 +63,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a setting; may be repeated")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its latest checkpoint")] = False,
+    resume_if_present: Annotated[
+        bool, typer.Option("--resume-if-present", help="continue the run if there is one, otherwise start it")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and exit")] = False,
 ) -> None:
     """Trains a run. Every setting is validated before anything is loaded."""
@@ -70,7 +74,10 @@ def train(
         typer.echo(config_yaml(config), nl=False)
     if dry_run:
         return
-    path = _announced_folder(run, config, resume=resume) if config else None
+    _interrupt_on_signals()
+    path = None
+    if config:
+        path, resume = _announced_folder(run, config, resume=resume, if_present=resume_if_present)
     try:
         _train(path, config, resume=resume)
     except KeyboardInterrupt:
@@ -102,16 +109,25 @@ def doctor() -> None:
         typer.echo(line)
 
 
-def _announced_folder(run: str, config: RunConfig, *, resume: bool) -> Path:
-    from .policy.smollm2 import awaits_conversion
-    from .run.directory import check_run_directory, choose_output_dir
+def _interrupt_on_signals() -> None:
+    """Makes SIGTERM, and SIGHUP of a closed terminal, interrupt this process as Ctrl-C does, unless it ignores them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
-    path = choose_output_dir(Path(run).stem, config, resume=resume)
+
+def _announced_folder(run: str, config: RunConfig, *, resume: bool, if_present: bool) -> tuple[Path, bool]:
+    """The run's folder, checked and shown, and whether the run in it is resumed."""
+    from .policy.smollm2 import awaits_conversion
+    from .run.directory import check_run_directory, choose_output_dir, has_run
+
+    path = choose_output_dir(Path(run).stem, config, resume=resume or if_present, if_present=if_present)
+    resume = resume or (if_present and has_run(path))
     check_run_directory(path, config, resume=resume)
     once = "; its weights are converted once, in about a minute" if awaits_conversion(config.model) else ""
-    typer.echo(f"run directory: {path}")
+    typer.echo(f"run directory: {path}{' (resuming)' if resume else ''}")
     typer.echo(f"loading torch, the model and the task ...{once}")
-    return path
+    return path, resume
 
 
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
@@ -121,7 +137,7 @@ def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None
     from .distributed import joined_ranks
 
     with joined_ranks() as ranks:
-        _train_with(ranks, *ranks.gather((path, config))[0], resume=resume)
+        _train_with(ranks, *ranks.gather((path, config, resume))[0])
 
 
 def _quiet_libraries() -> None:
@@ -136,7 +152,7 @@ def _quiet_libraries() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) -> None:
+def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> None:
     import torch
 
     from .policy.load import load_policy
@@ -157,8 +173,7 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, *, resume: bool) 
         with ranks.raise_on_all_ranks():
             trainer = Trainer(config, policy, task, directory, display)
         if resume:
-            with ranks.raise_on_all_ranks():
-                trainer.resume()
+            trainer.resume()
         trainer.train()
     if not ranks.first:
         return

@@ -23,21 +23,21 @@ from pydantic import (
 from .errors import nearest
 from .other_names import other_value
 
-# Objectives of amir_kernels, and whether each clips the ratio by epsilon / epsilon_high.
-LOSS_TYPES = {
-    "grpo": True,
-    "bnpo": True,
-    "dr_grpo": True,
-    "dapo": True,
-    "gspo": True,
-    "gspo_token": True,
-    "luspo": True,
-    "gmpo": True,
-    "cispo": True,
-    "sapo": False,
-    "vespo": False,
-    "gpg": False,
-    "reinforce": False,
+# Objectives of amir_kernels, and the default epsilon and epsilon_high by which each clips the ratio; None: it does not.
+LOSS_TYPES: dict[str, tuple[float, float] | None] = {
+    "grpo": (0.2, 0.2),
+    "bnpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "luspo": (0.2, 0.2),
+    "gmpo": (0.2, 0.2),
+    "cispo": (0.2, 0.2),
+    "sapo": None,
+    "vespo": None,
+    "gpg": None,
+    "reinforce": None,
 }
 
 
@@ -198,6 +198,10 @@ class DatasetTask(Settings):
         if len(sources) > 1:
             raise ValueError(f"{' and '.join(sources)} are set; expected only one of them")
         return self
+
+
+CALL_SECONDS, JUDGE_SECONDS = 60.0, 10.0
+"""Default time limits: of one call of a user's reward function, and of the comparison of one answer."""
 
 
 class RewardSettings(Settings):
@@ -386,6 +390,7 @@ class RunConfig(Settings):
     gradient_checkpointing: bool = False  # layers are recomputed in the backward
     offload_activations: bool = False  # the layer inputs that checkpointing saves are kept in CPU memory
     save_steps: Count = 50
+    save_total_limit: Count | None = None  # keeps this many latest checkpoints and the best by evaluation; null all
     term_gradient_steps: CountOrZero = 0  # every N-th step measures each term's gradient of the trained parameters
     eval_prompts: CountOrZero = 0
     eval_samples: Count = 4
@@ -416,7 +421,7 @@ def _refusals(c: RunConfig) -> Iterator[str]:
             f"{key} = {value!r}: expected top_p = 1.0 and top_k = 0, because log-probs are those of the unfiltered "
             "distribution; leave both out"
         )
-    if not LOSS_TYPES.get(c.loss_type, True):
+    if c.loss_type in LOSS_TYPES and LOSS_TYPES[c.loss_type] is None:
         for key in ("epsilon", "epsilon_high"):
             if getattr(c, key) is not None:
                 yield f"{key} = {getattr(c, key)!r}: loss_type {c.loss_type!r} does not clip; leave {key} unset"

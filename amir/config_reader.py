@@ -10,6 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from .config import (
+    CALL_SECONDS,
+    JUDGE_SECONDS,
+    LOSS_TYPES,
     SHORTHANDS,
     ArithmeticTask,
     CorrectionSettings,
@@ -45,6 +48,25 @@ def load_config(run: str, overrides: list[str] | None = None) -> RunConfig:
         return RunConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError("\n".join(line for e in error.errors() for line in _explain(e))) from None
+
+
+def resolved(config: RunConfig, **of_machine: Any) -> RunConfig:
+    """The configuration with the values that its null and auto settings have in a run.
+
+    `of_machine`: those that depend on where it runs (`device`, `dtype`, `threads`, `output_dir`). A null that remains
+    means that there is none of it: no limit, no adapter, no clipping.
+    """
+    changes: dict[str, Any] = {"rewards": [_with_time_limit(reward) for reward in config.rewards]}
+    bounds = LOSS_TYPES[config.loss_type]
+    if bounds is not None:
+        low, high = (config.epsilon, config.epsilon) if config.epsilon is not None else bounds
+        changes |= {"epsilon": low, "epsilon_high": high if config.epsilon_high is None else config.epsilon_high}
+    return config.model_copy(update=changes | of_machine)
+
+
+def _with_time_limit(reward: RewardSettings) -> RewardSettings:
+    default = CALL_SECONDS if reward.function is not None else JUDGE_SECONDS if reward.name == "correctness" else None
+    return reward.model_copy(update={"timeout_seconds": reward.timeout_seconds or default})
 
 
 def config_yaml(config: RunConfig) -> str:

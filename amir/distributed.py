@@ -8,6 +8,7 @@ gradient and moment. Only rank 0 writes files.
 
 import contextlib
 import os
+import signal
 import time
 import warnings
 from collections import Counter
@@ -114,6 +115,8 @@ SINGLE_PROCESS = Ranks()
 
 
 def _exit_after_first_rank(code: int) -> NoReturn:
+    with contextlib.suppress(ValueError):  # outside the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends this rank
     time.sleep(FIRST_RANK_EXIT_SECONDS)
     raise SystemExit(code) from None
 

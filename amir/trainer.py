@@ -6,23 +6,36 @@ current ones, detached, until a batch is reused), and no training forward for co
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from .config import RunConfig
-from .errors import ConfigError
-from .policy.checkpoint import data_position, latest_checkpoint, load_checkpoint, save_checkpoint, save_result
+from .config_reader import resolved
+from .errors import ConfigError, RunStopped
+from .policy.checkpoint import (
+    data_position,
+    keep_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_result,
+)
+from .policy.load import machine_settings
 from .policy.policy import Policy
 from .rewards import Rewards
 from .rollout.collector import Collector, completion_records
 from .rollout.dynamic_sampling import Groups
 from .rollout.rollout import Rollout, Sampler
 from .rollout.samplers import make_sampler
+from .run.contents import contents, refuse_changes
 from .run.directory import RunDirectory
 from .run.display import Display, NullDisplay
 from .run.health import Health
+from .run.machine import process_description
 from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
+from .run.signals import StopSignals
 from .tasks import Example, Task
 from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
 from .update.batch import Batch, make_batch
@@ -64,67 +77,107 @@ class Trainer:
         adapters = self.directory.path / "server-adapters"
         sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.say)
         self.collector = Collector(self.config, self.policy, sampler, self.rewards, self.say)
-        self.finished_steps = 0
-        self.data_position = 0
+        self.signals = StopSignals(self.ranks)
         self.health = Health(self.config)
+        self.finished_steps = self.saved_steps = 0
+        self.data_position = self.finished_position = 0
+        self.evaluated = False
+        machine = machine_settings(self.config, self.policy.device)
+        self.resolved = resolved(self.config, **machine, output_dir=str(self.directory.path.absolute()))
 
     def resume(self) -> None:
         """Restores the latest complete checkpoint; without one the run starts at step 1."""
+        now = self.contents
+        with self.ranks.raise_on_all_ranks():
+            self.directory.check(self.resolved)
+            for note in refuse_changes(self.directory.description().get("contents", {}), now, self.config):
+                self.say(note)
         checkpoint = latest_checkpoint(self.directory.checkpoints)
-        if checkpoint:
-            self.finished_steps = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.named)
-            self.data_position = data_position(checkpoint)
-        for metrics in self.directory.rewind(self.finished_steps):
-            self.health.take(metrics)
+        with self.ranks.raise_on_all_ranks():
+            if checkpoint:
+                self.finished_steps = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.named)
+                self.saved_steps = self.finished_steps
+                self.data_position = self.finished_position = data_position(checkpoint)
+            for metrics in self.directory.rewind(self.finished_steps):
+                self.health.take(metrics)
+        self.evaluated = self.ranks.gather(self.finished_steps in self.directory.evaluations())[0]
         self.say(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
 
     def train(self) -> None:
         """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last.
 
-        With `max_steps` 0 it evaluates and saves nothing.
+        With `max_steps` 0 it evaluates and saves nothing. RunStopped after a signal to stop, with the last finished
+        step saved.
         """
-        c = self.config
         self._begin()
-        with self.rewards:
-            if self.finished_steps == 0:
-                self._evaluate(0)
-            for step in range(self.finished_steps + 1, c.max_steps + 1):
-                clock = Clock()
-                groups = self._collect(step, clock)
-                with self.ranks.raise_on_all_ranks():
-                    batch = self._batch(groups)
-                self.display.phase("reference log-probs")
-                batch = replace(batch, ref_logprobs=reference_logprobs(self.policy, batch, c, self.budget))
-                clock.lap("reference")
-
-                self.display.phase("training pass")
-                measure = c.term_gradient_steps > 0 and step % c.term_gradient_steps == 0
-                for _ in range(c.num_iterations):
-                    sums, logprobs = backward(self.policy, batch, self.objective, c, self.budget, measure_terms=measure)
-                    if batch.old_logprobs is None:
-                        batch = replace(batch, old_logprobs=logprobs)
-                    with self.ranks.raise_on_all_ranks():
-                        grad_norm = apply_update(self.optimizer, c, step)
-                clock.lap("update")
-
-                sums.update(batch_sums(batch, c))
-                sums.update(groups.sums(), reward_timeouts=sum(self.ranks.gather(self.rewards.timeouts)))
-                self._report(step_metrics(c, step, sums, grad_norm, clock))
-                if step == c.max_steps or (c.eval_steps and step % c.eval_steps == 0):
-                    self._evaluate(step)
-                if step == c.max_steps or step % c.save_steps == 0:
-                    self._save(step)
-        if c.max_steps == 0:
+        with self.rewards, self.signals:
+            try:
+                self._take_steps()
+            except KeyboardInterrupt:
+                if self.signals.received is None:
+                    raise
+                self._stop()
+        if self.config.max_steps == 0:
             return
         folder = self.directory.path / self.result
         save_result(folder, self.policy.model, self.policy.tokenizer, self.named, self.ranks)
         for warning in self.health.closing():
             self.say(warning)
 
+    def _take_steps(self) -> None:
+        c = self.config
+        self.signals.allow()
+        if not self.evaluated:
+            self._evaluate_if_due(self.finished_steps)
+        for step in range(self.finished_steps + 1, c.max_steps + 1):
+            clock = Clock()
+            groups = self._collect(step, clock)
+            with self.ranks.raise_on_all_ranks():
+                batch = self._batch(groups)
+            self.display.phase("reference log-probs")
+            batch = replace(batch, ref_logprobs=reference_logprobs(self.policy, batch, c, self.budget))
+            clock.lap("reference")
+
+            self.display.phase("training pass")
+            measure = c.term_gradient_steps > 0 and step % c.term_gradient_steps == 0
+            for _ in range(c.num_iterations):
+                sums, logprobs = backward(self.policy, batch, self.objective, c, self.budget, measure_terms=measure)
+                if batch.old_logprobs is None:
+                    batch = replace(batch, old_logprobs=logprobs)
+                self.signals.defer()  # until here a signal drops the step; once its weights change, it is finished
+                with self.ranks.raise_on_all_ranks():
+                    grad_norm = apply_update(self.optimizer, c, step)
+            clock.lap("update")
+
+            sums.update(batch_sums(batch, c))
+            sums.update(groups.sums(), reward_timeouts=sum(self.ranks.gather(self.rewards.timeouts)))
+            self._report(step_metrics(c, step, sums, grad_norm, clock))
+            self.finished_steps, self.finished_position = step, self.data_position
+            self.signals.allow()
+            self._evaluate_if_due(step)
+            if step == c.max_steps or step % c.save_steps == 0:
+                self._save()
+
+    def _stop(self) -> NoReturn:
+        """Saves the last finished step if it is not saved yet, and ends the run on all ranks."""
+        self.signals.defer()
+        with self.ranks.raise_on_all_ranks():
+            if self.finished_steps > self.saved_steps:
+                self._save()
+            last = (
+                f"after step {self.finished_steps}, which is saved" if self.finished_steps else "before step 1 was done"
+            )
+            raise RunStopped(f"stopped by {self.signals.received} {last}")
+
     @property
     def result(self) -> str:
         """Name of the folder for the trained weights."""
         return "model" if self.config.lora is None else "adapter"
+
+    @cached_property
+    def contents(self) -> dict[str, Any]:
+        """Digests of what the run is made of; if the weights are sharded, every rank must read it."""
+        return contents(self.config, self.policy, self.prompts, self.held_out)
 
     def say(self, text: str) -> None:
         """Shows a line and writes it to log.txt."""
@@ -132,7 +185,8 @@ class Trainer:
         self.display.say(text)
 
     def _begin(self) -> None:
-        self.directory.start()
+        process = process_description(self.ranks.size, self.finished_steps)
+        self.directory.start(self.resolved, process, self.contents)
         self.display.begin(self.finished_steps)
         if self.policy.why_unpacked:
             self.say(
@@ -173,6 +227,11 @@ class Trainer:
         rollout, scores = groups.chosen()
         return make_batch(rollout, scores, self.config, pad_id=self.policy.pad_id, device=self.policy.device)
 
+    def _evaluate_if_due(self, step: int) -> None:
+        c = self.config
+        if step in (0, c.max_steps) or (c.eval_steps and step % c.eval_steps == 0):
+            self._evaluate(step)
+
     def _evaluate(self, step: int) -> None:
         """Samples `eval_samples` completions of the first `eval_prompts` held-out prompts each; changes no state."""
         c = self.config
@@ -190,9 +249,13 @@ class Trainer:
             shown = "unscored" if summary[name] is None else format(summary[name], ".3f")
             self.say(f"held-out {name} after step {step}: {shown} ({len(records)} samples)")
 
-    def _save(self, step: int) -> None:
-        position, model = self.data_position, self.policy.model
-        save_checkpoint(self.directory.checkpoints, step, position, model, self.optimizer, self.named, self.ranks)
+    def _save(self) -> None:
+        step, position, model = self.finished_steps, self.finished_position, self.policy.model
+        folder, limit = self.directory.checkpoints, self.config.save_total_limit
+        save_checkpoint(folder, step, position, model, self.optimizer, self.named, self.ranks)
+        self.saved_steps = step
+        if limit is not None and self.ranks.first:
+            keep_checkpoints(folder, limit, self.directory.evaluations())
 
     def _report(self, metrics: dict[str, Any]) -> None:
         self.directory.record("metrics", metrics)

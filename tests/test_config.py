@@ -124,7 +124,8 @@ def test_the_two_fixed_recipes_are_shipped() -> None:
     assert {"quickstart", "gsm8k-smoke"} <= set(recipe_names())
 
 
-def test_loss_types_are_the_kernels_objectives_and_say_which_clip() -> None:
+def test_loss_types_are_the_kernels_objectives_with_their_clip_bounds() -> None:
     assert set(LOSS_TYPES) == set(OBJECTIVES)
-    for name, clips in LOSS_TYPES.items():
-        assert clips == (OBJECTIVES[name].clip_high is not None), name
+    for name, bounds in LOSS_TYPES.items():
+        of_kernels = OBJECTIVES[name].clip_low, OBJECTIVES[name].clip_high
+        assert bounds == (None if of_kernels == (None, None) else of_kernels), name

@@ -173,6 +173,7 @@ SERVER = {"name": "server", "url": "http://one:8000", "api_key_env": "KEY"}
 MAY_CHANGE_FROM_TO = {
     "max_steps": (3, 9),
     "save_steps": (2, 1),
+    "save_total_limit": (None, 2),
     "eval_steps": (0, 2),
     "eval_prompts": (2, 0),
     "eval_samples": (2, 4),

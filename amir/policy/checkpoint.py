@@ -55,8 +55,33 @@ def save_checkpoint(
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None; folders with other names than `step-N` are ignored."""
-    complete = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "state.json").is_file()]
-    return max(complete, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    return next(iter(_complete_checkpoints(folder)), None)
+
+
+def keep_checkpoints(folder: Path, limit: int, scores: dict[int, float]) -> None:
+    """Removes all but the `limit` latest complete checkpoints and the one whose step has the best score, if any has.
+
+    A checkpoint is renamed before it is removed, so none is ever seen in part. What killed processes left half-written
+    or half-removed is removed too.
+    """
+    for leftover in folder.glob(".step-*.tmp"):
+        shutil.rmtree(leftover)
+    complete = _complete_checkpoints(folder)
+    scored = [path for path in complete if _step(path) in scores]
+    best = max(scored, key=lambda path: scores[_step(path)], default=None)
+    for path in complete[limit:]:
+        if path != best:
+            shutil.rmtree(path.rename(_staging(path)))
+
+
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints, latest first."""
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in named if (path / "state.json").is_file()), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> int:
@@ -163,13 +188,17 @@ def _load_model_weights(file: Path, named: dict[str, Tensor]) -> None:
             parameter.copy_(sharded_like(tensors[name], parameter))
 
 
+def _staging(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp")
+
+
 @contextlib.contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder beside `target`; afterwards forces its files to disk and renames it to `target`.
 
     OSError if the files cannot be written; an earlier folder at `target` is then unchanged.
     """
-    staging = target.with_name(f".{target.name}.tmp")
+    staging = _staging(target)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

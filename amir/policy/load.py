@@ -182,6 +182,12 @@ def model_source(model: str) -> str:
     return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
+def machine_settings(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """The settings `device`, `dtype` and `threads` with the values that they have for a policy on this device."""
+    dtype = str(_dtype(config.dtype, device)).removeprefix("torch.")
+    return {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
+
+
 def _device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,15 +14,12 @@ from typing import Any, Protocol, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from ..config import NEED_ANSWERS, RewardSettings
+from ..config import CALL_SECONDS, JUDGE_SECONDS, NEED_ANSWERS, RewardSettings
 from ..errors import ConfigError, RewardError, RunStopped
 from ..rewards import worker
 from ..tasks.task import Example
 from .correctness import Correctness
 from .shaping import SHAPING
-
-CALL_SECONDS, JUDGE_SECONDS = 60.0, 10.0
-"""Default time limits: of one call of a function, and of the comparison of one answer."""
 
 START_SECONDS = 300.0
 """Time limit for the start of a function's process, including its imports."""

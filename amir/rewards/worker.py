@@ -25,7 +25,11 @@ LARGEST_REWARD = 1e9
 
 
 def end_with_parent() -> None:
-    """Makes this process end when its parent process does, however that ends."""
+    """Makes this process end when its parent process does, however that ends, and leaves the parent's process group.
+
+    Signals to that group, as Ctrl-C and torchrun send them, are for the run, which may need this process for its step.
+    """
+    os.setpgid(0, 0)
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 

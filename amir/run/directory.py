@@ -1,6 +1,7 @@
 """The run directory: configuration, metrics, completions, checkpoints. No record in it is overwritten or lost.
 
 config.yaml        the resolved configuration
+run.json           what the run is made of, and each process of it: command, versions, machine
 metrics.jsonl      one line per step
 evaluations.jsonl  one line per evaluation
 completions/       every sampled completion with its rewards, one file per step
@@ -22,9 +23,10 @@ from typing import Any, Self
 
 import yaml
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from ..config import PagedSampling, RunConfig, ServerSampling
-from ..config_reader import config_yaml
+from ..config_reader import config_yaml, resolved
 from ..errors import ConfigError, RunDirectoryLost
 
 
@@ -54,13 +56,45 @@ class RunDirectory:
                 f"output_dir = {str(path)!r}: cannot be written to ({error.strerror}); expected a writable folder"
             ) from None
 
-    def start(self) -> None:
-        """Writes config.yaml; from now on a new run in this folder is refused."""
+    def start(
+        self,
+        config: RunConfig | None = None,
+        process: dict[str, Any] | None = None,
+        contents: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes config.yaml and run.json; from now on a new run in this folder is refused.
+
+        `config`: with the values of this machine. `process` and `contents`: what run.json says of this process and of
+        what the run is made of.
+        """
         (self.path / "completions").mkdir(exist_ok=True)
-        write_atomically(self.path / "config.yaml", config_yaml(self._config))
+        if process is not None:
+            self._describe(process, contents or {})
+        write_atomically(self.path / "config.yaml", config_yaml(config or resolved(self._config)))
         self._started = True
         for text in self._unwritten:
             self.log(text)
+
+    def _describe(self, process: dict[str, Any], contents: dict[str, Any]) -> None:
+        """Adds a process to run.json, and replaces the contents that it has of the run."""
+        processes = [*self.description().get("processes", []), process]
+        described = {"seed": self._config.seed, "contents": contents, "processes": processes}
+        write_atomically(self.path / "run.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
+
+    def description(self) -> dict[str, Any]:
+        """What run.json says; empty if there is none."""
+        path = self.path / "run.json"
+        try:
+            described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if not isinstance(described["processes"] if described else [], list):
+                raise TypeError("expected a list of processes")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{path}: damaged ({error}); restore it, or remove it to resume without it") from None
+        return described
+
+    def check(self, config: RunConfig) -> None:
+        """ConfigError if the run in this folder has other settings; `config` with the values of this machine."""
+        check_run_directory(self.path, config, resume=True)
 
     @property
     def checkpoints(self) -> Path:
@@ -70,7 +104,7 @@ class RunDirectory:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Moves the records after `step` (all records for step 0) to superseded/; the run records those steps again.
 
-        Returns the remaining rows of metrics.jsonl.
+        Also moves the completions of an evaluation that was not finished. Returns the remaining rows of metrics.jsonl.
         """
 
         def late(recorded: int) -> bool:
@@ -83,12 +117,20 @@ class RunDirectory:
                 _write_lines(archive / name, [row for row in rows if late(row["step"])])
             if (self.path / name).exists():
                 _write_lines(self.path / name, [row for row in rows if not late(row["step"])])
+        evaluated = self.evaluations()
         for file in sorted((self.path / "completions").glob("*.jsonl")):
-            named = re.fullmatch(r"(?:step|eval)-(\d+)", file.stem)
-            if named and late(int(named[1])):
+            named = re.fullmatch(r"(step|eval)-(\d+)", file.stem)
+            if named and (late(int(named[2])) or (named[1] == "eval" and int(named[2]) not in evaluated)):
                 archive.mkdir(parents=True, exist_ok=True)
                 file.rename(archive / file.name)
         return _rows(self.path / "metrics.jsonl")
+
+    def evaluations(self) -> dict[int, float]:
+        """The score of each evaluated step: its success, or where no answer is judged, its mean reward."""
+        rows = _rows(self.path / "evaluations.jsonl")
+        name = "reward" if all(row.get("success") is None for row in rows) else "success"
+        scores = {row["step"]: row.get(name) for row in rows}
+        return {step: -math.inf if score is None else score for step, score in scores.items()}
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl or evaluations.jsonl and forces it to disk."""
@@ -115,7 +157,7 @@ class RunDirectory:
 
     def _check_exists(self) -> None:
         """RunDirectoryLost if the run directory is no longer at its path; it is not created again."""
-        if self._started and not (self.path / "config.yaml").exists():
+        if self._started and not has_run(self.path):
             raise RunDirectoryLost(
                 f"{self.path}: the run directory was deleted or moved. Move it back and add --resume to the same "
                 "command; if it is gone, the same command starts again from step 1"
@@ -149,12 +191,28 @@ class ReadOnlyRunDirectory(RunDirectory):
         self.path = path
         self._started = False
 
-    def start(self) -> None:
+    def start(
+        self,
+        config: RunConfig | None = None,
+        process: dict[str, Any] | None = None,
+        contents: dict[str, Any] | None = None,
+    ) -> None:
         """Writes nothing: the first rank creates the folder."""
+
+    def description(self) -> dict[str, Any]:
+        """Empty: the first rank has it."""
+        return {}
+
+    def check(self, config: RunConfig) -> None:
+        """Checks nothing: the first rank does."""
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Changes nothing: the first rank does. Returns no rows."""
         return []
+
+    def evaluations(self) -> dict[int, float]:
+        """None: the first rank knows them."""
+        return {}
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Writes nothing."""
@@ -169,15 +227,27 @@ class ReadOnlyRunDirectory(RunDirectory):
         """Writes nothing."""
 
 
-def choose_output_dir(name: str, config: RunConfig, *, resume: bool) -> Path:
-    """`output_dir`, or the first runs/NAME, runs/NAME-2, ... without a run; with `resume`, the last one with a run."""
+def choose_output_dir(name: str, config: RunConfig, *, resume: bool, if_present: bool = False) -> Path:
+    """`output_dir`, or the first runs/NAME, runs/NAME-2, ... without a run.
+
+    With `resume`, the last run of these settings. If there is none, the last run, whose settings are then refused by
+    name; or with `if_present`, a new folder.
+    """
     if config.output_dir is not None:
         return Path(config.output_dir).expanduser()
     first = Path("runs") / name
-    number, taken = 1, None
-    while ((candidate := first if number == 1 else first.with_name(f"{name}-{number}")) / "config.yaml").exists():
-        taken, number = candidate, number + 1
-    return (taken or first) if resume else candidate
+    taken: list[Path] = []
+    while has_run(candidate := first if not taken else first.with_name(f"{name}-{len(taken) + 1}")):
+        taken.append(candidate)
+    if not resume:
+        return candidate
+    same = (path for path in reversed(taken) if next(_refused_changes(path, config), None) is None)
+    return next(same, candidate if if_present or not taken else taken[-1])
+
+
+def has_run(path: Path) -> bool:
+    """Whether a run has started in the folder."""
+    return (path / "config.yaml").exists()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -228,9 +298,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-MAY_CHANGE = {"max_steps", "save_steps", "eval_steps", "eval_prompts", "eval_samples", "output_dir", "threads"}
+MAY_CHANGE = {"max_steps", "save_steps", "save_total_limit", "eval_steps", "eval_prompts", "eval_samples"}
 MAY_CHANGE |= {"micro_batch_tokens", "gradient_checkpointing", "offload_activations", "term_gradient_steps"}
-MAY_CHANGE |= {"rewards.timeout_seconds"}
+MAY_CHANGE |= {"output_dir", "threads", "rewards.timeout_seconds"}
 MAY_CHANGE |= {f"sampler.{key}" for kind in (PagedSampling, ServerSampling) for key in kind.model_fields}
 MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
 """Settings that a resumed run may change: length, time limits, saving, evaluation and memory. Others define the run."""
@@ -247,13 +317,29 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
             f"output_dir = {str(path)!r}: {str(existing)!r} is not a writable folder; name another output_dir"
         )
     if not resume:
-        if (path / "config.yaml").exists():
+        if has_run(path):
             raise ConfigError(
                 f"output_dir = {str(path)!r}: it already has a run; add --resume to continue it, or name another folder"
             )
         return
-    if not (path / "config.yaml").exists():
+    if not has_run(path):
         raise ConfigError(f"output_dir = {str(path)!r}: it has no run to resume; leave out --resume to start one")
+    for key, before, now in _refused_changes(path, config):
+        raise ConfigError(
+            f"{key} = {now!r}: the run in {str(path)!r} has {before!r}, and a resumed run must keep it; it may "
+            f"change {', '.join(sorted(MAY_CHANGE))}"
+        )
+
+
+def _refused_changes(path: Path, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ from those of the run in a folder and may not: dotted name, value there, value now."""
+    for key, before, now in _changes(_saved_settings(path), yaml.safe_load(config_yaml(resolved(config)))):
+        if key not in MAY_CHANGE and not (key in ("device", "dtype") and "auto" in (before, now)):
+            yield key, before, now
+
+
+def _saved_settings(path: Path) -> dict[str, Any]:
+    """The settings in config.yaml, resolved; those of another version of amir as they are."""
     try:
         saved = dict(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
     except OSError as error:
@@ -264,12 +350,10 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
         raise ConfigError(
             f"{path / 'config.yaml'}: damaged, not a YAML mapping; restore the run's configuration there to resume"
         ) from None
-    for key, before, now in _changes(saved, yaml.safe_load(config_yaml(config))):
-        if key not in MAY_CHANGE:
-            raise ConfigError(
-                f"{key} = {now!r}: the run in {str(path)!r} has {before!r}, and a resumed run must keep it; it may "
-                f"change {', '.join(sorted(MAY_CHANGE))}"
-            )
+    try:
+        return yaml.safe_load(config_yaml(resolved(RunConfig.model_validate(saved))))
+    except ValidationError:
+        return saved
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
