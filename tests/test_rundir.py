@@ -152,6 +152,18 @@ def test_a_view_that_was_deleted_comes_back(tmp_path) -> None:
     assert [event.step for event in shown.Scalars("train/reward")] == [2, 3]
 
 
+def test_the_time_left_is_that_of_the_latest_steps_whatever_the_first_evaluation_took(tmp_path, capsys) -> None:
+    trainer = in_terminal(tmp_path, run_config(max_steps=3))
+    seconds = iter([10.0, 20.0, 5.0])
+    show = trainer.display.step
+    trainer.display.step = lambda metrics: show(metrics | {"step_seconds": next(seconds)})
+    with trainer.directory, trainer.display:
+        trainer.train()
+    left = [line.split("s  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert left[:2] == ["0:00:20 left", "0:00:15 left"]
+    assert "left" not in left[2]
+
+
 def test_a_view_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,9 +6,11 @@ import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 from typing import Any, Protocol, Self
 
 from rich.console import Console
@@ -97,7 +99,8 @@ class Terminal:
             tensorboard / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         )
         self._log = log
-        self._total, self._first_step, self._began = total_steps, 0, time.monotonic()
+        self._total = total_steps
+        self._last_steps: deque[float] = deque(maxlen=10)
         self._phase = "starting"
         columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("steps")]
         columns += [TextColumn("{task.description}"), TextColumn("{task.fields[left]}")]
@@ -113,7 +116,6 @@ class Terminal:
 
     def begin(self, finished_steps: int) -> None:
         """Starts the progress bar and TensorBoard's file after `finished_steps`."""
-        self._first_step, self._began = finished_steps, time.monotonic()
         self._progress.update(self._task, completed=finished_steps)
         first = finished_steps + 1 if finished_steps else 0  # TensorBoard drops what earlier files have from here on
         restart = Event(step=first, session_log=SessionLog(status=SessionLog.START))
@@ -136,6 +138,7 @@ class Terminal:
             f"{shown}  pairs {metrics['pairs']:3d}  {metrics['completion_tokens']:.0f} tokens  "
             f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
+        self._last_steps.append(metrics["step_seconds"])
         left = self._time_left(metrics["step"])
         self._progress.update(self._task, completed=metrics["step"], left=left)
         line = f"step {metrics['step']:4d}/{self._total}  {summary}  {metrics['step_seconds']:.1f} s  {left}"
@@ -147,9 +150,9 @@ class Terminal:
         self._show_in_tensorboard(metrics, "eval/{}".format)
 
     def _time_left(self, step: int) -> str:
-        """Time left to the last step, at the mean pace of this process, evaluations and checkpoints included."""
-        pace = (time.monotonic() - self._began) / max(step - self._first_step, 1)
-        return f"{timedelta(seconds=round(pace * (self._total - step)))} left" if step < self._total else ""
+        """Time left to the last step, at the mean time of the latest steps; evaluations are not counted."""
+        seconds = mean(self._last_steps) * (self._total - step)
+        return f"{timedelta(seconds=round(seconds))} left" if step < self._total else ""
 
     def say(self, text: str) -> None:
         """Shows a line."""
