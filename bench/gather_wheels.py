@@ -4,14 +4,17 @@
 
 For each wanted package, in the order of their worth, its needs are read from the environment that this runs in (`make
 install` and `make bench` make it), at the versions installed here. torch, triton and what the machine has are left to
-the machine. A package whose wheels do not fit into the limit with those before it is left out, and so is one without a
-wheel for that Python: the list at the end says which, and why.
+the machine; libraries inside a wheel that are built for another toolkit than its torch are left out. So is a package
+whose wheels do not fit into the limit with those before it, and one without a wheel for that Python: the list at the
+end says which, and why.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -29,14 +32,16 @@ WANTED = (
 THERE = ("torch", "triton", "numpy", "pandas", "pyarrow", "setuptools")
 """What the machine must have: too large to travel. Versions are not compared."""
 LIMIT_MIB = 64
+TOOLKIT_LIBRARY = re.compile(r"_((?:cuda|rocm|xpu)\d+)\.so$")
 MANYLINUX = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
 
 
 class Machine(NamedTuple):
-    """The Python and the processor that the wheels are for."""
+    """The Python, the processor and the toolkit of torch that the wheels are for."""
 
     python: str
     platform: str
+    toolkit: str
 
     def pip_options(self) -> list[str]:
         """pip's words for it: wheels for any Python, and for Linux."""
@@ -60,7 +65,7 @@ class Machine(NamedTuple):
 def main() -> int:
     """Gathers, and prints what travels and what is left out; returns 1 if a wanted package is left out."""
     options = parse_arguments()
-    machine = Machine(options.python, options.platform)
+    machine = Machine(options.python, options.platform, options.toolkit)
     there: set[str] = {canonicalize_name(name) for name in (*THERE, *options.there)}
     options.into.mkdir(parents=True, exist_ok=True)
     for old in options.into.glob("*.whl"):
@@ -80,6 +85,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--into", type=Path, default=Path(__file__).parents[1] / ".wheels")
     parser.add_argument("--python", default="3.12", help="of the machine that they are for")
     parser.add_argument("--platform", default="x86_64", help="its processor")
+    parser.add_argument("--toolkit", default="cuda130", help="of its torch, as wheels name it")
     parser.add_argument("--there", nargs="*", default=[], help=f"what it has, beside {', '.join(THERE)}")
     parser.add_argument("--limit", type=int, default=LIMIT_MIB, help="MiB of all wheels together")
     return parser.parse_args(arguments)
@@ -97,7 +103,7 @@ def gather(wanted: Sequence[str], machine: Machine, there: set[str], into: Path,
             continue
         with tempfile.TemporaryDirectory() as folder:
             problem = download(sorted(new), machine, Path(folder))
-            wheels = list(Path(folder).glob("*.whl"))
+            wheels = [trim(path, machine.toolkit) for path in Path(folder).glob("*.whl")]
             size = sum(path.stat().st_size for path in (*wheels, *into.glob("*.whl")))
             if problem is None and size > limit:
                 problem = f"with it the wheels would take {size / 2**20:.1f} of {limit / 2**20:.0f} MiB"
@@ -131,6 +137,22 @@ def applies(need: Requirement, machine: Machine, extra: str) -> bool:
     """Whether a requirement with a marker counts on that machine."""
     assert need.marker is not None
     return need.marker.evaluate(machine.environment() | {"extra": extra})
+
+
+def trim(wheel: Path, toolkit: str) -> Path:
+    """The wheel without the libraries that are built for another toolkit."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = archive.infolist()
+        kept = [
+            member for member in members if (TOOLKIT_LIBRARY.search(member.filename) or ["", toolkit])[1] == toolkit
+        ]
+        if len(kept) == len(members):
+            return wheel
+        smaller = wheel.with_suffix(".smaller")
+        with zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as made:
+            for member in kept:
+                made.writestr(member, archive.read(member))
+    return smaller.replace(wheel)
 
 
 def download(pinned: Sequence[str], machine: Machine, folder: Path) -> str | None:

@@ -286,7 +286,7 @@ def test_only_wheels_for_this_python_are_unpacked(check, tmp_path):
 
 def test_the_needs_of_a_package_are_those_of_the_other_machine(check):
     gather = check.gather_wheels
-    machine = gather.Machine("3.12", "x86_64")
+    machine = gather.Machine("3.12", "x86_64", "cuda130")
 
     def names(package):
         return {pin.partition("==")[0] for pin in gather.pins(package, machine, {"torch"})}
@@ -296,22 +296,36 @@ def test_the_needs_of_a_package_are_those_of_the_other_machine(check):
     assert {"accelerate", "transformers"} <= names("peft")
     assert "torch" not in names("peft")
     with pytest.raises(PackageNotFoundError):
-        list(gather.pins("no-such-package", gather.Machine("3.12", "x86_64"), set()))
+        list(gather.pins("no-such-package", machine, set()))
 
 
 def test_a_package_that_does_not_fit_is_left_out_and_the_next_one_tried(check, monkeypatch, tmp_path):
-    gather, sizes = check.gather_wheels, {"small": 10, "large": 100, "last": 20}
+    gather, sizes = check.gather_wheels, {"small": 100, "large": 10_000, "last": 200}
     monkeypatch.setattr(gather, "pins", lambda name, machine, there: iter([f"{name}==1", "shared==2"]))
 
     def download(pinned, machine, folder):
         for pin in pinned:
             name = pin.partition("==")[0]
-            (folder / f"{name}.whl").write_bytes(b"x" * sizes.get(name, 5))
+            with zipfile.ZipFile(folder / f"{name}.whl", "w") as archive:
+                archive.writestr("module.py", "x" * sizes.get(name, 5))
 
     monkeypatch.setattr(gather, "download", download)
-    left_out = gather.gather(["small", "large", "last"], gather.Machine("3.12", "x86_64"), set(), tmp_path, limit=50)
+    left_out = gather.gather(
+        ["small", "large", "last"], gather.Machine("3.12", "x86_64", "cuda130"), set(), tmp_path, limit=3000
+    )
     assert set(left_out) == {"large"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.whl", "shared.whl", "small.whl"]
+
+
+def test_libraries_for_another_toolkit_are_taken_out_of_a_wheel(check, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
+        for name in ("lib_cuda118.so", "lib_cuda130.so", "lib_rocm70.so", "lib_cpu.so", "x.py"):
+            archive.writestr(f"x/{name}", name)
+    trimmed = check.gather_wheels.trim(tmp_path / "x.whl", "cuda130")
+    assert trimmed == tmp_path / "x.whl"
+    with zipfile.ZipFile(trimmed) as archive:
+        assert sorted(archive.namelist()) == ["x/lib_cpu.so", "x/lib_cuda130.so", "x/x.py"]
+        assert archive.read("x/lib_cuda130.so") == b"lib_cuda130.so"
 
 
 # ---- rehearsals ----------------------------------------------------------------------------------------------------

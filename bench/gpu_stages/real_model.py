@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from amir.config import RunConfig
 from amir.policy.load import wrap_policy
+from amir.policy.memory import keep_differentiable
 from amir.policy.policy import Policy
 from amir.tokens import Tokens
 from amir.update.batch import Batch, assemble
@@ -54,6 +55,8 @@ def make_policy(setting: Setting, sizes: Sizes) -> Policy:
         quantize(base.model, sizes)
     config = config_of(setting, sizes)
     policy = wrap_policy(base, small_tokenizer(base.config.vocab_size), config)
+    if setting.quantization is not None:
+        keep_differentiable(base)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(0.02 * torch.randn_like(parameter))
