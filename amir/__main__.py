@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +22,7 @@ except ModuleNotFoundError as missing:
 
 if TYPE_CHECKING:
     from .distributed import Ranks
+    from .run.notices import Notices
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -135,24 +135,23 @@ def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None
     _quiet_libraries()
 
     from .distributed import joined_ranks
+    from .run.notices import library_notices
 
-    with joined_ranks() as ranks:
-        _train_with(ranks, *ranks.gather((path, config, resume))[0])
+    with library_notices() as notices, joined_ranks() as ranks:
+        _train_with(ranks, notices, *ranks.gather((path, config, resume))[0])
 
 
 def _quiet_libraries() -> None:
-    """Keeps progress bars, advice and notices of deprecation out of a run's output."""
+    """Keeps progress bars and a needless notice out of a run's output."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which torch does
     from transformers.utils import logging as transformers_logging
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     # When PEFT imports it on a CPU with AVX512-BF16, it warns that Hugging Face's package `kernels` is not installed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> None:
+def _train_with(ranks: "Ranks", notices: "Notices", path: Path, config: RunConfig, resume: bool) -> None:
     import torch
 
     from .policy.load import load_policy
@@ -172,6 +171,7 @@ def _train_with(ranks: "Ranks", path: Path, config: RunConfig, resume: bool) -> 
     with directory, display:
         with ranks.raise_on_all_ranks():
             trainer = Trainer(config, policy, task, directory, display)
+        notices.pass_to(trainer.say)
         if resume:
             trainer.resume()
         trainer.train()

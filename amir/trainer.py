@@ -29,6 +29,7 @@ from .rollout.collector import Collector, completion_records
 from .rollout.dynamic_sampling import Groups
 from .rollout.rollout import Rollout, Sampler
 from .rollout.samplers import make_sampler
+from .run.card import model_card
 from .run.contents import contents, refuse_changes
 from .run.directory import RunDirectory
 from .run.display import Display, NullDisplay
@@ -68,7 +69,7 @@ class Trainer:
         )
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
-        for note in self.task.notes:
+        for note in (*self.policy.notes, *self.task.notes):
             self.say(note)
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
@@ -119,8 +120,7 @@ class Trainer:
                 self._stop()
         if self.config.max_steps == 0:
             return
-        folder = self.directory.path / self.result
-        save_result(folder, self.policy.model, self.policy.tokenizer, self.named, self.ranks)
+        self._save_result()
         for warning in self.health.closing():
             self.say(warning)
 
@@ -168,6 +168,11 @@ class Trainer:
                 f"after step {self.finished_steps}, which is saved" if self.finished_steps else "before step 1 was done"
             )
             raise RunStopped(f"stopped by {self.signals.received} {last}")
+
+    def _save_result(self) -> None:
+        policy, run = self.policy, self.directory.path
+        card = model_card(self.config, policy.tokenizer, policy.base.name_or_path, policy.revision, run)
+        save_result(run / self.result, policy.model, policy.tokenizer, self.named, self.ranks, card=card)
 
     @property
     def result(self) -> str:

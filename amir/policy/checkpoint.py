@@ -142,9 +142,15 @@ def _digest(path: Path) -> str:
 
 
 def save_result(
-    folder: Path, model: Any, tokenizer: Any, named: dict[str, Tensor] | None = None, ranks: Ranks = SINGLE_PROCESS
+    folder: Path,
+    model: Any,
+    tokenizer: Any = None,
+    named: dict[str, Tensor] | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
+    *,
+    card: str | None = None,
 ) -> None:
-    """Writes the adapter in PEFT's format, or after full fine-tuning the model with its tokenizer.
+    """Writes the adapter in PEFT's format, or after full fine-tuning the model, with its tokenizer and model card.
 
     `named`: the trained parameters, needed if they are sharded over the ranks.
     """
@@ -152,8 +158,10 @@ def save_result(
     if ranks.first:
         with _atomic_folder(folder) as staging:
             _save_weights(staging, model, weights)
-            if not isinstance(model, PeftModel):
+            if tokenizer is not None:
                 tokenizer.save_pretrained(str(staging))
+            if card is not None:
+                (staging / "README.md").write_text(card, encoding="utf-8")
     ranks.wait()
 
 
@@ -171,7 +179,8 @@ def _gathered_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dic
 
 def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None) -> None:
     if isinstance(model, PeftModel):
-        model.save_pretrained(str(folder), selected_adapters=["default"])
+        # PEFT would otherwise ask the hub, at each save, whether the vocabulary was resized.
+        model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
     else:
         model.save_pretrained(str(folder), max_shard_size=_ONE_FILE, state_dict=weights)
 
@@ -206,11 +215,18 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
     except (SafetensorError, OSError) as error:
         shutil.rmtree(staging, ignore_errors=True)  # frees its share of a full disk
         raise OSError(f"{target} cannot be saved ({error}); free disk space or make the folder writable") from None
+    give_usual_modes(staging)
     for path in (p for p in staging.iterdir() if p.is_file()):
         _sync(path)
     shutil.rmtree(target, ignore_errors=True)
     staging.rename(target)
     _sync(target.parent)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Makes each file as readable as its new folder, by the umask; safetensors writes files for their owner alone."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

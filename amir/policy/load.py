@@ -1,30 +1,30 @@
 """Loads a policy: model, tokenizer and adapter; refuses models and settings that this machine cannot train."""
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from amir_kernels import Support, supports
 
-from ..config import LoraSettings, RunConfig
+from ..config import RunConfig
 from ..distributed import SINGLE_PROCESS, Ranks
-from ..errors import ConfigError, summary
+from ..errors import ConfigError
+from .adapter import fresh_adapter, saved_adapter
 from .memory import (
     apply_liger_layers,
     checkpoint_layers,
     keep_differentiable,
     quantization_arguments,
     refuse_unavailable,
+    use_saved_quantization,
 )
-from .policy import REFERENCE, Policy
-from .smollm2 import MODEL_NAME, smollm2_folder
+from .policy import Policy
+from .source import CONFIG_FILES, IGNORED_IF_DAMAGED, TOKENIZER_FILES, WEIGHT_FILES, Source, model_source
+
+EXPECTED = "a folder with config.json, weights and tokenizer files of a causal language model, or the hub name of one"
 
 
 def load_policy(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Policy:
@@ -53,54 +53,77 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
     refuse_unavailable(config, device)
     dtype = _dtype(config.dtype, device)
     source = model_source(config.model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, padding_side="left")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.float32 if sharded else dtype,
-            attn_implementation=config.attn_implementation,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **quantization_arguments(config, dtype, device),
-        )
-    except (OSError, ValueError, LookupError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"model = {config.model!r}: cannot be loaded ({summary(error)}); expected a folder with config.json, "
-            "weights and tokenizer files of a causal language model, or a hub name"
-        ) from None
-    base, report = loaded
-    _refuse_other_weights(config.model, report)
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
-    if config.quantization is None and not sharded:
+    with source.reading("config.json", CONFIG_FILES, EXPECTED):
+        model_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
+    source.refuse_damaged(IGNORED_IF_DAMAGED, EXPECTED)
+    quantized = use_saved_quantization(config, model_config, dtype)
+    tokenizer = _tokenizer(source, config)
+    base = _model(
+        source,
+        config=model_config,
+        dtype=torch.float32 if sharded else dtype,
+        attn_implementation=config.attn_implementation,
+        **quantization_arguments(config, dtype, device, saved=quantized),
+    )
+    if not getattr(base, "is_quantized", False) and not sharded:
         base = nn.Module.to(base, device)
     if config.liger_layers:
         apply_liger_layers(base)
-    return wrap_policy(base, tokenizer, config), dtype
+    policy = wrap_policy(base, tokenizer, config, source.revision)
+    policy.notes[:0] = _notes(config, model_config)
+    return policy, dtype
 
 
-def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
+def _tokenizer(source: Source, config: RunConfig) -> Any:
+    with source.reading("the tokenizer's files", TOKENIZER_FILES, EXPECTED):
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            source.location, padding_side="left", trust_remote_code=False, **source.arguments
+        )
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
+
+
+def _model(source: Source, **settings: Any) -> Any:
+    """The model with every tensor of its files; its configuration says whether its head is tied as it was loaded."""
+    with source.reading("the weights of the model that config.json describes", WEIGHT_FILES, EXPECTED):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **settings,
+            **source.arguments,
+        )
+    base, report = loaded
+    _refuse_other_weights(source.setting, base, report)
+    if base.config.tie_word_embeddings and not base.all_tied_weights_keys:
+        base.config.tie_word_embeddings = False
+    return base
+
+
+def wrap_policy(base: Any, tokenizer: Any, config: RunConfig, revision: str | None = None) -> Policy:
     """The policy of a loaded model, without the model's own sampling defaults; an adapter or every weight is trained.
 
-    For full fine-tuning, the model is copied if the loss needs a reference policy.
+    For full fine-tuning, the model is copied if the loss needs a reference policy. `revision`: the commit of the model
+    on the hub.
     """
     _refuse_too_long(base.config, config)
     eos_ids = _eos_ids(base, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     base.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=pad_id)
-    frozen = None
+    frozen, notes = None, list[str]()
     if config.lora is None:
         model, frozen = base.requires_grad_(True), _frozen_copy(base, config) if needs_reference(config) else None
     elif config.lora.adapter is None:
-        model = _fresh_adapter(base, config.lora, config.seed)
+        model = fresh_adapter(base, config.lora, config.seed, revision)
     else:
-        folder = str(Path(config.lora.adapter).expanduser())
-        model = _loaded_adapter(base, config.lora, folder, with_reference=needs_reference(config))
+        model, notes = saved_adapter(base, config.lora, revision, with_reference=needs_reference(config))
+    support = _checked_support(model, config)
     policy = Policy(
-        model.eval(), tokenizer, _checked_support(model, config), pad_id, eos_ids, config.temperature, frozen
+        model.eval(), tokenizer, support, pad_id, eos_ids, config.temperature, frozen, revision=revision, notes=notes
     )
-    if config.quantization is not None:
-        keep_differentiable(base)
+    keep_differentiable(base)
     if config.gradient_checkpointing:
         checkpoint_layers(policy.support.body, offload=config.offload_activations)
     return policy
@@ -109,57 +132,6 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig) -> Policy:
 def needs_reference(config: RunConfig) -> bool:
     """Whether the loss of this run compares the policy with a reference policy."""
     return config.beta > 0 or (config.lambda_reg > 0 and not config.ref_free)
-
-
-def _fresh_adapter(base: Any, lora: LoraSettings, seed: int) -> PeftModel:
-    settings = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(seed)
-    try:
-        return _in_compute_dtype(get_peft_model(base, settings), base.dtype)
-    except (ValueError, re.error) as error:
-        raise ConfigError(
-            f"lora.target_modules = {lora.target_modules!r}: {error}; expected names of the model's linear layers, "
-            "or a regular expression that matches some"
-        ) from None
-
-
-def _in_compute_dtype(model: PeftModel, dtype: torch.dtype) -> PeftModel:
-    """The adapter in bfloat16 if the model is; the optimizer keeps float32 masters.
-
-    With PEFT's float32 adapter, each adapted layer saves a float32 copy of its input, about half of all activations.
-    With float16, whose gradients could underflow, the adapter stays in float32.
-    """
-    if dtype == torch.bfloat16:
-        for parameter in (p for name, p in model.named_parameters() if "lora_" in name):
-            parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def _loaded_adapter(base: Any, lora: LoraSettings, folder: str, *, with_reference: bool) -> PeftModel:
-    """A saved adapter to continue from, and a frozen second copy of it if the loss needs a reference policy."""
-    try:
-        saved: Any = PeftConfig.from_pretrained(folder)
-        if saved.peft_type != "LORA":
-            raise ValueError(f"it is a PEFT adapter of type {saved.peft_type}")
-        if (saved.r, saved.lora_alpha) != (lora.r, lora.alpha):
-            raise ValueError(
-                f"it has r = {saved.r} and alpha = {saved.lora_alpha:g}, and the run has lora.r = {lora.r} and "
-                f"lora.alpha = {lora.alpha:g}"
-            )
-        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
-        if with_reference:
-            model.load_adapter(folder, REFERENCE)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"lora.adapter = {folder!r}: {error}; expected a folder with a LoRA adapter of this model in PEFT's "
-            "format, and lora.r and lora.alpha equal to the adapter's"
-        ) from None
-    return _in_compute_dtype(model, base.dtype)
 
 
 def _frozen_copy(base: Any, config: RunConfig) -> Support:
@@ -171,15 +143,6 @@ def _checked_support(model: nn.Module, config: RunConfig) -> Support:
     if support.refusal:
         raise ConfigError(f"model = {config.model!r}: {support.refusal}")
     return support
-
-
-def model_source(model: str) -> str:
-    """A folder or hub name for Transformers; for the packaged model, the folder of its converted files."""
-    if model == MODEL_NAME:
-        return str(smollm2_folder())
-    if model.startswith((".", "/", "~")) and not (Path(model).expanduser() / "config.json").is_file():
-        raise ConfigError(f"model = {model!r}: expected a folder with config.json and weights, or a hub name")
-    return str(Path(model).expanduser()) if model.startswith("~") else model
 
 
 def machine_settings(config: RunConfig, device: torch.device) -> dict[str, Any]:
@@ -202,14 +165,30 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def _refuse_other_weights(model: str, report: dict[str, Any]) -> None:
-    """ConfigError if weights are missing or have another shape: Transformers would initialize them at random."""
+def _refuse_other_weights(setting: str, base: Any, report: dict[str, Any]) -> None:
+    """ConfigError if a tensor of model or files has no counterpart: Transformers would initialize or ignore it."""
     wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
     if wrong:
         raise ConfigError(
-            f"model = {model!r}: in its files {wrong[0]} is missing or has another shape than in config.json (and so "
+            f"{setting}: in its files {wrong[0]} is missing or has another shape than in config.json (and so "
             f"have {len(wrong) - 1} other tensors); expected the weights that belong to this config.json"
         )
+    if unread := sorted(report["unexpected_keys"]):
+        raise ConfigError(
+            f"{setting}: its files have {unread[0]} (and {len(unread) - 1} other tensors), which the "
+            f"{type(base).__name__} of config.json does not have; expected the weights that belong to this config.json"
+        )
+
+
+def _notes(config: RunConfig, model_config: Any) -> list[str]:
+    """What the user should know of the model's files."""
+    if not getattr(model_config, "auto_map", None):
+        return []
+    note = (
+        f"model = {config.model!r}: its config.json names custom code ({', '.join(model_config.auto_map)}), which is "
+        f"not run; the model is Transformers' own {model_config.model_type}"
+    )
+    return [note]
 
 
 def _refuse_too_long(model_config: Any, config: RunConfig) -> None:

@@ -32,22 +32,61 @@ def refuse_unavailable(config: RunConfig, device: torch.device) -> None:
         "optimizer = 'adamw_8bit'": ("bitsandbytes", config.optimizer == "adamw_8bit"),
     }
     for option, (package, in_use) in needs_package.items():
-        if in_use and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{option}: the package {package} is not installed; run pip install 'amir-grpo[gpu]', or leave the "
-                "setting out"
-            )
+        if in_use:
+            _refuse_missing_package(option, package)
 
 
-def quantization_arguments(config: RunConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _refuse_missing_package(option: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{option}: the package {package} is not installed; run pip install 'amir-grpo[gpu]', or leave the "
+            "setting out"
+        )
+
+
+def use_saved_quantization(config: RunConfig, model: Any, dtype: torch.dtype) -> bool:
+    """Whether the model's configuration says that its weights are saved in 4 or 8 bits, by bitsandbytes.
+
+    Their products are then set to `dtype`. ConfigError if the run cannot train such a model, or sets other bits.
+    """
+    holder = next((c for c in (model, model.get_text_config()) if getattr(c, "quantization_config", None)), None)
+    if holder is None:
+        return False
+    saved = holder.quantization_config
+    saved = dict(saved if isinstance(saved, dict) else saved.to_dict())
+    bits = next((bits for bits in ("4bit", "8bit") if saved.get(f"load_in_{bits}")), None)
+    setting = f"model = {config.model!r}: its weights are saved quantized ({bits or saved.get('quant_method')})"
+    if bits is None:
+        raise ConfigError(f"{setting}; expected unquantized weights, or those of bitsandbytes in 4 or 8 bits")
+    if config.lora is None:
+        raise ConfigError(
+            f"{setting}, and lora = None trains every weight, which quantized weights cannot be; train a LoRA adapter "
+            "(lora: {}), or name the unquantized model"
+        )
+    if config.quantization not in (None, bits):
+        raise ConfigError(
+            f"quantization = {config.quantization!r}: {setting}; set quantization: {bits}, or name the unquantized "
+            "model"
+        )
+    _refuse_missing_package(setting, "bitsandbytes")
+    holder.quantization_config = saved | {"bnb_4bit_compute_dtype": str(dtype).removeprefix("torch.")}
+    return True
+
+
+def quantization_arguments(
+    config: RunConfig, dtype: torch.dtype, device: torch.device, *, saved: bool
+) -> dict[str, Any]:
     """Arguments of `from_pretrained` for bitsandbytes. Products, embeddings, norms and head are in `dtype`.
 
-    PEFT's `prepare_model_for_kbit_training` is not used: it casts embeddings, norms and head to float32, which costs
-    most of the memory that quantization saves.
+    `saved`: whether the weights are quantized already, and bring their own configuration. PEFT's
+    `prepare_model_for_kbit_training` is not used: it casts embeddings, norms and head to float32, which costs most of
+    the memory that quantization saves.
     """
+    placed = {"device_map": {"": device}}
+    if saved:
+        return placed
     if config.quantization is None:
         return {}
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings = (
         BitsAndBytesConfig(load_in_8bit=True)
         if config.quantization == "8bit"
@@ -58,11 +97,14 @@ def quantization_arguments(config: RunConfig, dtype: torch.dtype, device: torch.
             bnb_4bit_compute_dtype=dtype,
         )
     )
-    return {"quantization_config": settings, "device_map": {"": device}}
+    return placed | {"quantization_config": settings}
 
 
 def keep_differentiable(base: Any) -> None:
     """Keeps quantized layers in training mode: bitsandbytes' inference form on CPUs has no gradient."""
+    if getattr(base, "quantization_method", None) is None:
+        return
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for layer in (module for module in base.modules() if isinstance(module, Linear4bit | Linear8bitLt)):

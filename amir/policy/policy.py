@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -36,6 +36,10 @@ class Policy:
     temperature: float
     frozen: Support | None = None
     """a frozen copy of the model: the reference policy of full fine-tuning"""
+    revision: str | None = None
+    """the commit of the model on the hub; None if it was loaded from a folder"""
+    notes: list[str] = field(default_factory=list)
+    """what the user should know of the files that it was loaded from"""
     ranks: Ranks = SINGLE_PROCESS
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ class Server:
         if name == self._served:
             return
         folder, before = self._folder / name, self._served
-        save_result(folder, self._policy.model, self._policy.tokenizer)
+        save_result(folder, self._policy.model)
         self._dialect.load(name, folder)
         self._check_arrival()
         if before is not None:

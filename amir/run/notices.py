@@ -1,0 +1,59 @@
+"""What the libraries warn of during a run, each text once, for the terminal and log.txt."""
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+from transformers.utils import logging as transformers_logging
+
+LONGEST = 2000
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Notices(logging.Handler):
+    """Takes the warnings of libraries. They are kept until `pass_to` says where they go."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: dict[str, None] = {}
+        self._say: Callable[[str], None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes a record of a library's logger."""
+        self.take(f"{record.name.partition('.')[0]}: {record.getMessage()}")
+
+    def take(self, text: str) -> None:
+        """Takes a warning, as one line; a text that was taken before is left out."""
+        line = " ".join(ANSI.sub("", text).split())
+        line = line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
+        if line in self._texts:
+            return
+        self._texts[line] = None
+        if self._say is not None:
+            self._say(line)
+
+    def pass_to(self, say: Callable[[str], None]) -> None:
+        """From now on, and for all that was taken before, warnings go to `say`."""
+        self._say = say
+        for line in self._texts:
+            say(line)
+
+
+@contextlib.contextmanager
+def library_notices() -> Iterator[Notices]:
+    """While active, warnings of Python and of every library's logger are taken; notices of deprecation are left out."""
+    notices = Notices()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    logging.getLogger().addHandler(notices)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft|torch")
+            warnings.showwarning = lambda message, category, *place: notices.take(f"{category.__name__}: {message}")
+            yield notices
+    finally:
+        logging.getLogger().removeHandler(notices)
+        transformers_logging.disable_propagation()
+        transformers_logging.enable_default_handler()
