@@ -1,10 +1,12 @@
 """The `amir` command: trains a run, lists the shipped recipes, checks what this machine can run."""
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,9 @@ except ModuleNotFoundError as missing:
 
 if TYPE_CHECKING:
     from .distributed import Ranks
+    from .rewards import Rewards
     from .run.notices import Notices
+    from .tasks import Task
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -67,6 +71,9 @@ def train(
         bool, typer.Option("--resume-if-present", help="continue the run if there is one, otherwise start it")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and exit")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="try data, prompts, rewards and the model's configuration without weights")
+    ] = False,
 ) -> None:
     """Trains a run. Every setting is validated before anything is loaded."""
     config = load_config(run, set_) if _FIRST_RANK else None
@@ -75,6 +82,10 @@ def train(
     if dry_run:
         return
     _interrupt_on_signals()
+    if check:
+        if config:
+            _check(run, config, resume=resume, if_present=resume_if_present)
+        return
     path = None
     if config:
         path, resume = _announced_folder(run, config, resume=resume, if_present=resume_if_present)
@@ -116,29 +127,64 @@ def _interrupt_on_signals() -> None:
             signal.signal(number, signal.default_int_handler)
 
 
-def _announced_folder(run: str, config: RunConfig, *, resume: bool, if_present: bool) -> tuple[Path, bool]:
-    """The run's folder, checked and shown, and whether the run in it is resumed."""
-    from .policy.smollm2 import awaits_conversion
+def _chosen_folder(run: str, config: RunConfig, *, resume: bool, if_present: bool) -> tuple[Path, bool]:
+    """The run's folder, checked, and whether the run in it is resumed."""
     from .run.directory import check_run_directory, choose_output_dir, has_run
 
     path = choose_output_dir(Path(run).stem, config, resume=resume or if_present, if_present=if_present)
     resume = resume or (if_present and has_run(path))
     check_run_directory(path, config, resume=resume)
+    return path, resume
+
+
+def _announced_folder(run: str, config: RunConfig, *, resume: bool, if_present: bool) -> tuple[Path, bool]:
+    from .policy.smollm2 import awaits_conversion
+
+    path, resume = _chosen_folder(run, config, resume=resume, if_present=if_present)
     once = "; its weights are converted once, in about a minute" if awaits_conversion(config.model) else ""
     typer.echo(f"run directory: {path}{' (resuming)' if resume else ''}")
     typer.echo(f"loading torch, the model and the task ...{once}")
     return path, resume
 
 
+@contextlib.contextmanager
+def _data_and_rewards(config: RunConfig) -> Iterator[tuple["Task", "Rewards"]]:
+    """The examples and the reward functions of a run. They need no torch, so mistakes in them are reported at once."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which the library datasets does
+    from .rewards import Rewards
+    from .tasks import load_task
+
+    task = load_task(config.task)
+    with Rewards(config.rewards, task.columns) as rewards:
+        yield task, rewards
+
+
+def _check(run: str, config: RunConfig, *, resume: bool, if_present: bool) -> None:
+    path, resume = _chosen_folder(run, config, resume=resume, if_present=if_present)
+    typer.echo(f"run directory: {path}{' (resuming)' if resume else ''}")
+    with _data_and_rewards(config) as (task, rewards):
+        _quiet_libraries()
+        from .run.check import findings
+        from .run.notices import library_notices
+
+        with library_notices() as notices:
+            notices.pass_to(typer.echo)
+            for line in findings(config, task, rewards):
+                typer.echo(line)
+
+
 def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None:
     """Trains; the other ranks get the configuration and the folder from rank 0."""
-    _quiet_libraries()
+    with contextlib.ExitStack() as stack:
+        task, rewards = stack.enter_context(_data_and_rewards(config)) if config else (None, None)
+        _quiet_libraries()
+        from .distributed import joined_ranks
+        from .run.notices import library_notices
 
-    from .distributed import joined_ranks
-    from .run.notices import library_notices
-
-    with library_notices() as notices, joined_ranks() as ranks:
-        _train_with(ranks, notices, *ranks.gather((path, config, resume))[0])
+        notices = stack.enter_context(library_notices())
+        ranks = stack.enter_context(joined_ranks())
+        path, config, resume = ranks.gather((path, config, resume))[0]
+        _train_with(ranks, notices, path, config, resume, task, rewards)
 
 
 def _quiet_libraries() -> None:
@@ -151,10 +197,19 @@ def _quiet_libraries() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def _train_with(ranks: "Ranks", notices: "Notices", path: Path, config: RunConfig, resume: bool) -> None:
+def _train_with(
+    ranks: "Ranks",
+    notices: "Notices",
+    path: Path,
+    config: RunConfig,
+    resume: bool,
+    task: "Task | None",
+    rewards: "Rewards | None",
+) -> None:
     import torch
 
     from .policy.load import load_policy
+    from .run.check import refuse_without_weights
     from .run.directory import ReadOnlyRunDirectory, RunDirectory
     from .run.display import NullDisplay, Terminal, draw_curves
     from .tasks import load_task
@@ -163,14 +218,16 @@ def _train_with(ranks: "Ranks", notices: "Notices", path: Path, config: RunConfi
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with ranks.raise_on_all_ranks():
-        task = load_task(config.task)
+        task = task or load_task(config.task)
+        if ranks.first:
+            refuse_without_weights(config, task)
     policy = load_policy(config, ranks)
     with ranks.raise_on_all_ranks():
         directory = RunDirectory(path, config, resume=resume) if ranks.first else ReadOnlyRunDirectory(path)
     display = Terminal(config.max_steps, path / "tensorboard", directory.log) if ranks.first else NullDisplay()
     with directory, display:
         with ranks.raise_on_all_ranks():
-            trainer = Trainer(config, policy, task, directory, display)
+            trainer = Trainer(config, policy, task, directory, display, reward_functions=rewards)
         notices.pass_to(trainer.say)
         if resume:
             trainer.resume()

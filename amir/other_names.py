@@ -256,8 +256,12 @@ ROWS: dict[str, str] = {
     """,
     "save_steps": "save_freq save_interval save_every checkpoint_interval checkpointing_steps checkpoint_every",
     "a checkpoint is saved every `save_steps` steps and after the last one; leave it out": """
-        save_strategy save_total_limit save_only_model save_model save_hf_ckpt save_safetensors save_on_each_node
+        save_strategy save_only_model save_model save_hf_ckpt save_safetensors save_on_each_node
         enable_jit_checkpoint
+    """,
+    "save_total_limit": "max_actor_ckpt_to_keep max_ckpt_num keep_last_n_checkpoints keep_last_n max_checkpoints",
+    "with `save_total_limit`, the checkpoint of the best evaluation is kept too": """
+        load_best_model_at_end metric_for_best_model greater_is_better best_model_metric
     """,
     "eval_steps": "test_freq eval_freq eval_interval eval_every evaluation_steps",
     "set `eval_prompts` to the number of held-out prompts, and `eval_steps` to evaluate during training too": """
@@ -310,8 +314,8 @@ ROWS: dict[str, str] = {
     """,
     "it has no counterpart here; leave it out": """
         average_tokens_across_devices batch_eval_metrics debug eval_do_concat_batches eval_use_gather_object
-        full_determinism greater_is_better include_for_metrics include_num_input_tokens_seen label_smoothing_factor
-        length_column_name load_best_model_at_end metric_for_best_model prediction_loss_only router_aux_loss_coef
+        full_determinism include_for_metrics include_num_input_tokens_seen label_smoothing_factor
+        length_column_name prediction_loss_only router_aux_loss_coef
         skip_memory_metrics torch_compile_mode torch_empty_cache_steps use_cache profiler global_profiler
     """,
 }

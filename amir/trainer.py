@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import RunConfig
 from .config_reader import resolved
-from .errors import ConfigError, RunStopped
+from .errors import RunStopped
 from .policy.checkpoint import (
     data_position,
     keep_checkpoints,
@@ -38,7 +38,7 @@ from .run.machine import process_description
 from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .run.signals import StopSignals
 from .tasks import Example, Task
-from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer
+from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer, refuse_missing_prompts
 from .update.batch import Batch, make_batch
 from .update.gradient import backward, make_objective, reference_logprobs
 from .update.micro_batches import TokenBudget
@@ -73,7 +73,7 @@ class Trainer:
             self.say(note)
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
-        self._refuse_missing_prompts()
+        refuse_missing_prompts(self.prompts, self.held_out, self.task, self.config)
         self.rewards = self.reward_functions or Rewards(self.config.rewards, self.task.columns)
         adapters = self.directory.path / "server-adapters"
         sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.say)
@@ -279,18 +279,6 @@ class Trainer:
     def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
         vocabulary = self.policy.vocabulary_size
         return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
-
-    def _refuse_missing_prompts(self) -> None:
-        if not self.prompts:
-            raise ConfigError(
-                f"max_prompt_length = {self.config.max_prompt_length}, min_prompt_length = "
-                f"{self.config.min_prompt_length}: no training prompt is left of {len(self.task.train)} examples; set "
-                "bounds that include their lengths, or use a task with training examples"
-            )
-        if self.config.eval_prompts and not self.held_out:
-            raise ConfigError(
-                f"eval_prompts = {self.config.eval_prompts}: the task has no held-out examples; set eval_prompts: 0"
-            )
 
 
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:

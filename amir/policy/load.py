@@ -12,7 +12,7 @@ from amir_kernels import Support, supports
 from ..config import RunConfig
 from ..distributed import SINGLE_PROCESS, Ranks
 from ..errors import ConfigError
-from .adapter import fresh_adapter, saved_adapter
+from .adapter import adapter_settings, fresh_adapter, saved_adapter
 from .memory import (
     apply_liger_layers,
     checkpoint_layers,
@@ -52,12 +52,8 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
     device = torch.device(_device(config.device))
     refuse_unavailable(config, device)
     dtype = _dtype(config.dtype, device)
-    source = model_source(config.model)
-    with source.reading("config.json", CONFIG_FILES, EXPECTED):
-        model_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-    source.refuse_damaged(IGNORED_IF_DAMAGED, EXPECTED)
+    source, model_config, tokenizer = _described(config)
     quantized = use_saved_quantization(config, model_config, dtype)
-    tokenizer = _tokenizer(source, config)
     base = _model(
         source,
         config=model_config,
@@ -72,6 +68,32 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
     policy = wrap_policy(base, tokenizer, config, source.revision)
     policy.notes[:0] = _notes(config, model_config)
     return policy, dtype
+
+
+def _described(config: RunConfig) -> tuple[Source, Any, Any]:
+    """Where the model's files are, its configuration and its tokenizer."""
+    source = model_source(config.model)
+    with source.reading("config.json", CONFIG_FILES, EXPECTED):
+        model_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
+    source.refuse_damaged(IGNORED_IF_DAMAGED, EXPECTED)
+    return source, model_config, _tokenizer(source, config)
+
+
+def load_without_weights(config: RunConfig) -> Policy:
+    """The policy on torch's meta device; ConfigError for whatever of model and settings needs no weights to be refused.
+
+    A saved adapter's settings are read, and a new adapter of its size represents it.
+    """
+    device = torch.device(_device(config.device))
+    refuse_unavailable(config, device)
+    source, model_config, tokenizer = _described(config)
+    use_saved_quantization(config, model_config, _dtype(config.dtype, device))
+    with source.reading("the model that config.json describes", CONFIG_FILES, EXPECTED), torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(model_config, attn_implementation=config.attn_implementation)
+    if config.lora is not None and config.lora.adapter is not None:
+        adapter_settings(config.lora)
+        config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": None})})
+    return wrap_policy(base, tokenizer, config)
 
 
 def _tokenizer(source: Source, config: RunConfig) -> Any:

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from ..config import SYSTEM_PROMPTS, RunConfig
 from ..errors import ConfigError
-from .task import Example
+from .task import Example, Task
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,18 @@ def refuse_foreign_tokenizer(tokenizer: Any, special: list[int], vocabulary: int
         raise ConfigError(
             f"model: its embeddings have {vocabulary} tokens, but the tokenizer has {excess}; expected the model's own "
             "tokenizer, or resized embeddings"
+        )
+
+
+def refuse_missing_prompts(train: list[Prompt], held_out: list[Prompt], task: Task, config: RunConfig) -> None:
+    """ConfigError if no prompt is left to train on, or none to evaluate with where `eval_prompts` needs some."""
+    if not train:
+        raise ConfigError(
+            f"max_prompt_length = {config.max_prompt_length}, min_prompt_length = {config.min_prompt_length}: no "
+            f"training prompt is left of {len(task.train)} examples; set bounds that include their lengths, or use a "
+            "task with training examples"
+        )
+    if config.eval_prompts and not held_out:
+        raise ConfigError(
+            f"eval_prompts = {config.eval_prompts}: the task has no held-out examples; set eval_prompts: 0"
         )
