@@ -15,6 +15,7 @@ nothing. Returns 0 if all is well, 1 if one of our parts failed or a bound is mi
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ SLOWER = 8.0
 
 def main() -> int:
     """Runs all stages or the named ones and prints what the rows amount to."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no stage outlives this process
     options = parse_arguments()
     if options.inside:
         return serve(options.inside, options.skip, options.rehearse)

@@ -244,7 +244,7 @@ def test_a_peer_that_cannot_be_made_is_a_row(check, monkeypatch, make):
     def missing():
         raise ImportError("no module named verl")
 
-    monkeypatch.setitem(check.op_peers.PEERS, "verl Triton", (missing, {}))
+    monkeypatch.setitem(check.op_peers.PEERS, "verl Triton", check.op_peers.Peer(missing, True))
     sizes = check.sizes.REHEARSAL
     (found,) = check.op_peers.beside(sizes, sizes.timed_heads[0], "verl Triton")
     assert found["case"] == "tiny 32 x 150: not run: ImportError: no module named verl"

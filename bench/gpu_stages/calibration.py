@@ -7,7 +7,7 @@ Legend: T tokens, H hidden size, V vocabulary, C columns of a tile, R rows of a 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +23,7 @@ from amir_kernels.linear_logprob.triton_tiles import Config, device_architecture
 from contenders import HeadSize
 
 from .judging import relative_difference
-from .rates import Rates, event_seconds, launch_microseconds, measured_rates, predict
+from .rates import event_seconds, launch_microseconds, predict, rates_of
 from .runner import failures
 from .sizes import Sizes
 from .stage import Part, Ratio, Row, failed, make_row, message_of
@@ -46,12 +46,6 @@ def parts(sizes: Sizes) -> list[Part]:
         Part("splits", partial(sweep_splits, sizes, head), 25, own=False),
         Part("tiles", partial(sweep_tiles, sizes, head), 30, own=False),
     ]
-
-
-@cache
-def rates_of(sizes: Sizes) -> Rates:
-    """The card's rates, measured once in this process."""
-    return measured_rates(sizes)
 
 
 def timed_row(

@@ -18,7 +18,7 @@ from amir_kernels import (
 )
 
 from .judging import Results, compare, judge, same_bits
-from .rates import event_seconds
+from .rates import event_seconds, predict, rates_of
 from .sizes import Sizes
 from .stage import Part, Row, make_row
 
@@ -26,6 +26,8 @@ GROUP_ERROR = 1e-5
 """Relative error in norm of float32 advantages and pair gradients."""
 COMPARED_GROUPS = 64
 """The reference loops over groups."""
+GROUP_BYTES = 24
+"""Read and written for a row: group id, score and reward, and the result."""
 
 
 def parts(sizes: Sizes) -> list[Part]:
@@ -236,7 +238,9 @@ def groups(sizes: Sizes) -> Iterator[Row]:
             truth = work(scores[:some].double(), rewards[:some].double(), ids[:some], module=reference)
             yield compare(name, f"{case}: error", found.cpu(), truth, to="float64", at_most=GROUP_ERROR)
             seconds = event_seconds(partial(work, *on_device), sizes.device, sizes.repeats)
-            yield make_row(name, case, {"check": "groups", "rows": rows, "group_size": size}, seconds=seconds)
+            workload = {"check": "groups", "rows": rows, "group_size": size}
+            expected = predict(rates_of(sizes), moved=rows * GROUP_BYTES)
+            yield make_row(name, case, workload, seconds=seconds, expected=expected)
 
 
 def advantages(scores: Tensor, rewards: Tensor, ids: Tensor, module: Any = None) -> Tensor:

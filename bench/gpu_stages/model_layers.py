@@ -15,8 +15,8 @@ from amir.policy.policy import Policy
 from amir.tokens import Tokens
 
 from .judging import compare
-from .rates import event_seconds
-from .real_model import make_batch, make_policy, setting_of, short
+from .rates import event_seconds, predict, rates_of
+from .real_model import body_weights, make_batch, make_policy, setting_of, short
 from .sizes import Sizes
 from .stage import Part, Row, make_row, not_run
 from .trainer_step import AGREEMENT
@@ -75,7 +75,15 @@ def packed(sizes: Sizes, name: str, choose: Callable[[Sizes], Kernel | str | Non
             seconds = event_seconds(partial(run, policy, tokens, is_packed=True), sizes.device, sizes.repeats)
     case = f"{setting.model}, {len(tokens)} x ({setting.prompt} + {setting.completion}) tokens, packed"
     yield compare(name, f"{case}: hidden states", found, expected, to="padded rows", at_most=AGREEMENT[sizes.dtype])
-    yield make_row(name, f"{case}: forward", {"check": "packed", "model": setting.model}, seconds=seconds)
+    workload = {"check": "packed", "model": setting.model}
+    yield make_row(name, f"{case}: forward", workload, seconds=seconds, expected=forward_time(sizes, policy, tokens))
+
+
+def forward_time(sizes: Sizes, policy: Policy, tokens: Tokens) -> dict[str, float]:
+    """The body's products and reading its weights; attention among so few tokens is not counted."""
+    weights = body_weights(policy.base)
+    flops = 2 * weights * tokens.computed(packed=True)
+    return predict(rates_of(sizes), flops=flops, moved=weights * sizes.dtype.itemsize)
 
 
 def run(policy: Policy, tokens: Tokens, *, is_packed: bool) -> Tensor:
@@ -101,4 +109,5 @@ def liger_layers(sizes: Sizes) -> Iterator[Row]:
     case = f"{setting.model}: log-probs"
     yield compare("Liger's layers", case, found, expected, to="Transformers'", at_most=AGREEMENT[sizes.dtype])
     for name, seconds in (("Transformers' layers", before), ("Liger's layers", after)):
-        yield make_row(name, f"{case}, seconds", {"check": "layers", "model": setting.model}, seconds=seconds)
+        workload, predicted = {"check": "layers", "model": setting.model}, forward_time(sizes, policy, tokens)
+        yield make_row(name, f"{case}, seconds", workload, seconds=seconds, expected=predicted)

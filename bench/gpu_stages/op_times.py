@@ -16,9 +16,9 @@ from bars import FROZEN, FUSED, OURS, TRAINED
 from contenders import Contender, HeadSize, Problem, full_logits, gradients, make_problem, ours, ours_fused
 from meter import measure
 
-from .calibration import rates_of, size_of
+from .calibration import size_of
 from .judging import relative_difference
-from .rates import event_seconds, predict
+from .rates import event_seconds, predict, rates_of
 from .sizes import Sizes
 from .stage import Part, Ratio, Row, make_row
 

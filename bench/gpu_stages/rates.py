@@ -7,6 +7,7 @@ share of the multiprocessors that whole waves of programs use, and bytes at the 
 import math
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -58,8 +59,9 @@ def launch_microseconds(work: Callable[[], object], device: str, launches: int) 
     return seconds * 1e6
 
 
-def measured_rates(sizes: Sizes) -> Rates:
-    """A bare product and a copy, timed now."""
+@cache
+def rates_of(sizes: Sizes) -> Rates:
+    """A bare product and a copy, timed once in this process."""
     n = sizes.product
     left, right = (torch.randn(n, n, device=sizes.device).to(sizes.dtype) for _ in range(2))
     out = torch.empty_like(left)

@@ -91,6 +91,12 @@ def small_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
+def body_weights(model: nn.Module) -> int:
+    """Weights of the linear layers, each of which takes two operations for a token; the head's are not among them."""
+    layers = [layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and "lm_head" not in name]
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
 def make_batch(setting: Setting, sizes: Sizes, vocabulary: int) -> Batch:
     """One group of random completions of full length, half of them right."""
     generator = torch.Generator().manual_seed(0)

@@ -23,10 +23,9 @@ from amir.update.optimizer import make_optimizer, update
 from bench_memory import Setting, count
 from meter import measure
 
-from .calibration import rates_of
 from .judging import compare
-from .rates import predict
-from .real_model import config_of, make_batch, make_policy, setting_of, short
+from .rates import predict, rates_of
+from .real_model import body_weights, config_of, make_batch, make_policy, setting_of, short
 from .runner import failures
 from .sizes import Sizes
 from .stage import Part, Ratio, Row, make_row, message_of, not_run
@@ -133,11 +132,8 @@ def one_step(policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, con
 
 def operations(policy: Policy, tokens: Tokens) -> float:
     """Operations of a step: the body's products for each packed token, and 8 H V for each completion token."""
-    body = 0
-    for module in policy.support.body.modules():  # type: ignore[union-attr]
-        body += module.in_features * module.out_features if isinstance(module, torch.nn.Linear) else 0
     predicted = int(tokens.completion_mask.sum()) * FLOPS_PER_WEIGHT * policy.support.weight.numel()
-    return FLOPS_PER_WEIGHT * body * tokens.computed(packed=True) + predicted
+    return FLOPS_PER_WEIGHT * body_weights(policy.base) * tokens.computed(packed=True) + predicted
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------

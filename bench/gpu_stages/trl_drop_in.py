@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,8 @@ from bench_memory import Setting
 from meter import measure
 
 from .judging import relative_difference
-from .real_model import dtype_of, make_model, small_tokenizer
+from .rates import predict, rates_of
+from .real_model import body_weights, dtype_of, make_model, small_tokenizer
 from .sizes import Sizes
 from .stage import Part, Ratio, Row, make_row, not_run
 
@@ -45,7 +47,8 @@ def beside_trl(sizes: Sizes) -> Iterator[Row]:
         for work, run in (("loss and gradient", bench_trl.train), ("log-probs", bench_trl.score)):
             workload = {"check": work, "model": setting.model, "dtype": dtype_of(sizes), **size._asdict()}
             case = f"{setting.model}, {size}, {work}"
-            yield from both(sizes, trainers, partial(run, size=size), case, workload)
+            expected = predict(rates_of(sizes), flops=operations(trainers[bench_trl.OURS].model, size, run))
+            yield from both(sizes, trainers, partial(run, size=size), case, workload, expected)
 
 
 def make_vocabulary(setting: Setting) -> int:
@@ -55,7 +58,22 @@ def make_vocabulary(setting: Setting) -> int:
     return model_config(setting).vocab_size
 
 
-def both(sizes: Sizes, trainers: dict, work: "partial[list[torch.Tensor]]", case: str, workload: dict) -> Iterator[Row]:
+def operations(model: torch.nn.Module, size: bench_trl.Size, work: object) -> int:
+    """2 for a token and a weight of the body, 2 more in the backward; 2 H V for a completion token, 6 with it."""
+    trained = work is bench_trl.train
+    head = model.get_output_embeddings().weight.numel()  # type: ignore[operator]
+    body = body_weights(model) * size.rows * (size.prompt + size.completion)
+    return (4 if trained else 2) * body + (6 if trained else 2) * head * size.rows * size.completion
+
+
+def both(
+    sizes: Sizes,
+    trainers: dict[str, Any],
+    work: "partial[list[torch.Tensor]]",
+    case: str,
+    workload: dict[str, Any],
+    expected: dict[str, float],
+) -> Iterator[Row]:
     """Agreement, then seconds and memory of each."""
     results = {name: work(trainer) for name, trainer in trainers.items()}
     theirs, ours = results[bench_trl.RIVAL], results[bench_trl.OURS]
@@ -69,4 +87,4 @@ def both(sizes: Sizes, trainers: dict, work: "partial[list[torch.Tensor]]", case
             elapsed, peaks[name], _ = measure(partial(work, trainer), torch.device(sizes.device))
             seconds[name].append(elapsed)
     for name in trainers:
-        yield make_row(name, case, workload, seconds=seconds[name], memory=peaks[name])
+        yield make_row(name, case, workload, seconds=seconds[name], memory=peaks[name], expected=expected)
