@@ -82,15 +82,15 @@ def tokens_of(row: Row) -> int:
 
 def bars(rows: Iterable[Row]) -> list[Bar]:
     """Every bound whose contenders were measured."""
-    found = []
+    measured = []
     for (head, mode), run in latest_runs(rows).items():
         if mode == GROWTH:
-            found += growth_bars(head, run)
+            measured += growth_bars(head, run)
             continue
         for contender, name, figure, bound in _figures(mode, run):
             if figure is not None:
-                found.append(Bar(head, mode, contender, name, bound, figure))
-    return found
+                measured.append(Bar(head, mode, contender, name, bound, figure))
+    return measured
 
 
 PEER_TIME, DEAD_TIME, FULL_TIME = "time / best chunked peer", "with 30% dead rows", "time / full logits"
@@ -121,16 +121,16 @@ def _figures(mode: str, run: dict[str, Row]) -> list[tuple[str, str, float | Non
 
 def growth_bars(head: str, run: dict[str, Row]) -> list[Bar]:
     """Two bounds: time grows linearly with the tokens, and scratch does not grow."""
-    found = []
+    measured = []
     for contender in (OURS, FUSED):
         by_tokens = {tokens_of(row): row for row in run.values() if row["contender"] == contender}
         if len(by_tokens) < 2:
             continue
         shortest, longest = min(by_tokens), max(by_tokens)
         per_token = {t: row["seconds"]["median"] / t for t, row in by_tokens.items()}
-        found.append(Bar(head, GROWTH, contender, LINEAR, GROWN_TIME, per_token[longest] / per_token[shortest]))
+        measured.append(Bar(head, GROWTH, contender, LINEAR, GROWN_TIME, per_token[longest] / per_token[shortest]))
         quarter = by_tokens.get(longest // 4)
         if quarter and quarter["peak_memory_mb"] and by_tokens[longest]["peak_memory_mb"]:
             grown = by_tokens[longest]["peak_memory_mb"] / quarter["peak_memory_mb"]
-            found.append(Bar(head, GROWTH, contender, FLAT, GROWN_SCRATCH, grown))
-    return found
+            measured.append(Bar(head, GROWTH, contender, FLAT, GROWN_SCRATCH, grown))
+    return measured

@@ -160,9 +160,9 @@ def refuse_disagreement(contenders: dict[str, Contender], problem: Problem) -> N
     part = problem.part(AGREEMENT_COLUMNS)
     expected_loss, expected = gradients(full_logits, part)
     for name, contender in contenders.items():
-        loss, found = gradients(contender, part)
+        loss, actual = gradients(contender, part)
         differences = {"loss": float((loss - expected_loss).abs())}
-        for what, grad, truth in zip(("hidden", "weight"), found, expected, strict=False):
+        for what, grad, truth in zip(("hidden", "weight"), actual, expected, strict=False):
             differences[f"gradient of {what}"] = float((grad - truth).norm() / truth.norm())
         for what, difference in differences.items():
             if not difference <= AGREEMENT:

@@ -272,7 +272,7 @@ def quantize(body: nn.Module) -> None:
         if type(layer) is not nn.Linear:
             continue
         out, width = layer.weight.shape
-        made = bnb.nn.Linear4bit(width, out, layer.bias is not None, torch.bfloat16, quant_type="nf4", device=META)
+        quantized = bnb.nn.Linear4bit(width, out, layer.bias is not None, torch.bfloat16, quant_type="nf4", device=META)
         state = QuantState(
             absmax=torch.empty(out * width // 64, dtype=torch.uint8, device=META),
             shape=layer.weight.shape,
@@ -289,10 +289,12 @@ def quantize(body: nn.Module) -> None:
             ),
         )
         packed = torch.empty(out * width // 2, 1, dtype=torch.uint8, device=META)
-        made.weight = bnb.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, module=made)
-        made.bias = layer.bias
+        quantized.weight = bnb.nn.Params4bit(
+            packed, requires_grad=False, quant_state=state, bnb_quantized=True, module=quantized
+        )
+        quantized.bias = layer.bias
         parent, _, leaf = name.rpartition(".")
-        setattr(body.get_submodule(parent), leaf, made)
+        setattr(body.get_submodule(parent), leaf, quantized)
 
 
 def run_config(setting: Setting) -> RunConfig:

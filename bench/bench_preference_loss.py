@@ -84,7 +84,7 @@ def measure(rows: int, group: int, device: str, repeats: int) -> list[dict]:
         {
             "bench": "preference_loss",
             "contender": name,
-            "workload": {"what": "the op", "rows": rows, "group_size": group, "dtype": "float32"},
+            "workload": {"what": "the op", "rows": rows, "group_size": size, "dtype": "float32"},
             "case": f"B={rows:,}, G={group:,}, float32, forward and backward",
             "seconds": timings[name],
             "peak_memory_mb": peak_mb[name],
@@ -139,29 +139,29 @@ class Group(NamedTuple):
         return len(self.rewards)
 
 
-def measure_in_training(group: int, device: str, repeats: int) -> list[dict]:
+def measure_in_training(size: int, device: str, repeats: int) -> list[dict]:
     """Rows of the training pass and of the two methods to add the pair term to it."""
-    made = smollm2_group(group, device)
-    refuse_other_loss(made)
-    logprobs = policy_logprobs(made).detach().requires_grad_()
-    pairs = group * group // 4
+    group = smollm2_group(size, device)
+    refuse_other_loss(group)
+    logprobs = policy_logprobs(group).detach().requires_grad_()
+    pairs = size * size // 4
     work: dict[str, tuple[Callable[[], object], int]] = {
-        TRAINING: (lambda: train(made), repeats),
-        AUTHORS: (lambda: authors_pair_term(made), repeats),
-        PAIRS: (lambda: pair_term(logprobs, made.rewards).backward(), 20 * repeats),
+        TRAINING: (lambda: train(group), repeats),
+        AUTHORS: (lambda: authors_pair_term(group), repeats),
+        PAIRS: (lambda: pair_term(logprobs, group.rewards).backward(), 20 * repeats),
     }
     timings = {}
-    train(made)  # warm-up; the other two were run for their losses
+    train(group)  # warm-up; the other two were run for their losses
     for name, (run, number) in work.items():
         timings[name] = timing([seconds_of(run, device) for _ in range(number)])
-    case = f"SmolLM2-135M, G={group}, {PROMPT} + {COMPLETION} tokens, float32, LoRA r 16, K={pairs} pairs"
+    case = f"SmolLM2-135M, G={size}, {PROMPT} + {COMPLETION} tokens, float32, LoRA r 16, K={pairs} pairs"
     extra = {TRAINING: "", PAIRS: "", AUTHORS: f", {2 * pairs} sequences more"}
     workload = {
         "what": "a training pass",
         "model": "SmolLM2-135M",
         "dtype": "float32",
         "lora_r": 16,
-        "group_size": group,
+        "group_size": size,
         "prompt_tokens": PROMPT,
         "completion_tokens": COMPLETION,
         "pairs": pairs,
@@ -196,9 +196,9 @@ def smollm2_group(group: int, device: str) -> Group:
 
 def policy_logprobs(group: Group) -> Tensor:
     """[G, COMPLETION] from hidden states."""
-    found = supports(group.model)
-    hidden = found.body(group.ids).last_hidden_state[:, PROMPT - 1 : -1]  # type: ignore[misc]
-    return linear_logprob(hidden, found.weight, group.ids[:, PROMPT:], **found.head_arguments)
+    support = supports(group.model)
+    hidden = support.body(group.ids).last_hidden_state[:, PROMPT - 1 : -1]  # type: ignore[misc]
+    return linear_logprob(hidden, support.weight, group.ids[:, PROMPT:], **support.head_arguments)
 
 
 def train(group: Group) -> None:

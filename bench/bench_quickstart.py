@@ -84,11 +84,11 @@ def curve(metrics: Records, evaluations: Records) -> dict[str, list[float]]:
 
 def case(metrics: Records, evaluations: Records) -> str:
     """The result in words."""
-    found = observed(metrics, evaluations)
-    sampled, held_out = ("{:.2f} to {:.2f}".format(*found[name]) for name in ("sampled_success", "held_out_success"))
+    success = observed(metrics, evaluations)
+    sampled, held_out = ("{:.2f} to {:.2f}".format(*success[name]) for name in ("sampled_success", "held_out_success"))
     return (
         f"one-digit sums, {len(metrics)} steps: sampled success {sampled}, held-out {held_out} "
-        f"({found['held_out_samples']} samples)"
+        f"({success['held_out_samples']} samples)"
     )
 
 

@@ -89,10 +89,10 @@ def make_trainers(folder: Path, make_model: Callable[[], Any], tokenizer: Any, *
         beta=0.0,
         report_to="none",
     )
-    made = {}
+    trainers = {}
     for name, trainer_class in ((RIVAL, GRPOTrainer), (OURS, grpo_trainer())):
         torch.manual_seed(0)
-        made[name] = trainer_class(
+        trainers[name] = trainer_class(
             model=make_model(),
             processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [0.0 for _ in completions],
@@ -100,8 +100,8 @@ def make_trainers(folder: Path, make_model: Callable[[], Any], tokenizer: Any, *
             train_dataset=Dataset.from_dict({"prompt": ["1 + 1"]}),
             peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
-        made[name].current_gradient_accumulation_steps = 1
-    return made
+        trainers[name].current_gradient_accumulation_steps = 1
+    return trainers
 
 
 def inputs_of(trainer: Any, dead: int, size: Size) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def inputs_of(trainer: Any, dead: int, size: Size) -> dict[str, Any]:
     advantages = torch.tensor([1.0, -1.0]).repeat(size.rows // 2)
     advantages[:dead] = 0
     mask = torch.ones_like(ids)
-    given = {
+    inputs = {
         "prompt_ids": ids[:, : size.prompt],
         "prompt_mask": mask[:, : size.prompt],
         "completion_ids": ids[:, size.prompt :],
@@ -121,7 +121,7 @@ def inputs_of(trainer: Any, dead: int, size: Size) -> dict[str, Any]:
         "advantages": advantages,
         "num_items_in_batch": mask[:, size.prompt :].sum(),
     }
-    return {name: value.to(trainer.accelerator.device) for name, value in given.items()}
+    return {name: value.to(trainer.accelerator.device) for name, value in inputs.items()}
 
 
 def train(trainer: Any, dead: int = 0, size: Size = SIZE) -> list[torch.Tensor]:
@@ -135,8 +135,8 @@ def train(trainer: Any, dead: int = 0, size: Size = SIZE) -> list[torch.Tensor]:
 
 def score(trainer: Any, size: Size = SIZE) -> list[torch.Tensor]:
     """Log-probs of the completions without gradient."""
-    given = inputs_of(trainer, 0, size)
-    whole = [torch.cat([given[f"prompt_{name}"], given[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+    inputs = inputs_of(trainer, 0, size)
+    whole = [torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
     with torch.no_grad():
         return [trainer._get_per_token_logps_and_entropies(trainer.model, *whole, size.completion)[0]]
 

@@ -125,9 +125,9 @@ def pins(name: str, machine: Machine, there: set[str]) -> Iterator[str]:
         if key in seen or key[0] in there:
             continue
         seen.add(key)
-        found = distribution(requirement.name)
-        yield f"{key[0]}=={found.version.partition('+')[0]}"
-        for line in found.requires or ():
+        installed = distribution(requirement.name)
+        yield f"{key[0]}=={installed.version.partition('+')[0]}"
+        for line in installed.requires or ():
             need = Requirement(line)
             if any(need.marker is None or applies(need, machine, extra) for extra in ("", *requirement.extras)):
                 waiting.append(need)

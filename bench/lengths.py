@@ -37,9 +37,9 @@ def push(objective: str | None, pairs: str | None, length: int, longest: int = L
     rewards = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     logprobs = torch.full(mask.shape, -0.5, dtype=torch.float64, requires_grad=True)
-    made = OBJECTIVES[objective or "grpo"]
+    settings = OBJECTIVES[objective or "grpo"]
     if objective == "dr_grpo":
-        made = made.replace(max_completion_length=longest)
+        settings = settings.replace(max_completion_length=longest)
     result = amir_loss(
         logprobs,
         None,
@@ -48,7 +48,7 @@ def push(objective: str | None, pairs: str | None, length: int, longest: int = L
         8,
         mask,
         ref_logprobs=logprobs.detach(),
-        objective=made,
+        objective=settings,
         normalize=pairs or "mean",
     )
     loss = (objective is not None) * result.policy + (pairs is not None) * LAMBDA * result.preference
@@ -69,9 +69,9 @@ def main() -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "lengths", "svg.fonttype": "none", "font.size": 9}
     from matplotlib import pyplot
 
-    found = series()
+    curves = series()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
-    for label, pushes in found.items():
+    for label, pushes in curves.items():
         line = LOSSES[label][2]
         left.loglog(LENGTHS, [long for _, long in pushes], line, marker=".", label=label)
         right.semilogx(LENGTHS, [long / short for short, long in pushes], line, marker=".")
@@ -83,7 +83,7 @@ def main() -> None:
     left.set_ylabel("push on one of its tokens, 1000 · ∂L/∂log π")
     right.set_ylabel(f"the same over that in a wrong answer of {SHORT} tokens")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(PICTURE, metadata={"Date": None, "Description": json.dumps(found)})
+    figure.savefig(PICTURE, metadata={"Date": None, "Description": json.dumps(curves)})
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python's version and those of the packages a result may depend on, where installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        numbers["cuda"] = torch.version.cuda
+    return numbers
 
 
 def commit() -> str:

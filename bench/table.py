@@ -161,8 +161,8 @@ def pivot(rows: Sequence[Row], columns: Sequence[Column], cell: Callable[[Row | 
         lines.setdefault(str(row["workload"]), {})[row["contender"]] = row
     firsts = [next(iter(line.values())) for line in lines.values()]
     sizes = [(header, [value(row) for row in firsts]) for header, value in columns]
-    found = [(name, [cell(line.get(name)) for line in lines.values()]) for name in names]
-    full = [(header, cells) for header, cells in (*sizes, *found) if any(cells)]
+    cells_by_contender = [(name, [cell(line.get(name)) for line in lines.values()]) for name in names]
+    full = [(header, cells) for header, cells in (*sizes, *cells_by_contender) if any(cells)]
     return markdown([header for header, _ in full], zip(*(cells for _, cells in full), strict=True))
 
 
@@ -195,22 +195,22 @@ def conditions(rows: Sequence[Row]) -> str:
     places = list(dict.fromkeys(run[3:] for run in runs))
     if len(places) == 1:
         machine = f"{places[0][0]}; {places[0][1]}."
-        told = {run: f"commit `{run[0]}`, {run[1]}: `{run[2]}`" for run in runs}
+        descriptions = {run: f"commit `{run[0]}`, {run[1]}: `{run[2]}`" for run in runs}
     else:
         machine = "Several machines."
-        told = {run: f"commit `{run[0]}`, {run[1]}, {run[3]}; {run[4]}: `{run[2]}`" for run in runs}
+        descriptions = {run: f"commit `{run[0]}`, {run[1]}, {run[3]}; {run[4]}: `{run[2]}`" for run in runs}
     if len(runs) == 1:
-        (only,) = told.values()
+        (only,) = descriptions.values()
         return f"{machine} Made at {only}"
-    return "\n".join([machine, "", *(f"- run {runs[run]}: {words}" for run, words in told.items())])
+    return "\n".join([machine, "", *(f"- run {runs[run]}: {words}" for run, words in descriptions.items())])
 
 
 # ---- the benchmarks ------------------------------------------------------------------------------------------------
 
 
-def of(bench: str, found: Iterable[Row], **sizes: Any) -> list[Row]:
+def of(bench: str, all_rows: Iterable[Row], **sizes: Any) -> list[Row]:
     """The rows of a benchmark whose workload has these sizes."""
-    return [row for row in found if row["bench"] == bench and sizes.items() <= row["workload"].items()]
+    return [row for row in all_rows if row["bench"] == bench and sizes.items() <= row["workload"].items()]
 
 
 def quickstart_table(rows: Sequence[Row]) -> str:
@@ -280,7 +280,7 @@ def cards_table(rows: Sequence[Row]) -> str:
         workload = row["workload"]
         trained = "LoRA" if workload["lora_r"] else "every weight"
         lines.setdefault((workload["model"], workload["weights"], trained), {})[workload["micro_batch_tokens"]] = row
-    cells = [(*line, *(gigabytes(found.get(n)) for n in tokens)) for line, found in sorted(lines.items())]
+    cells = [(*line, *(gigabytes(by_tokens.get(n)) for n in tokens)) for line, by_tokens in sorted(lines.items())]
     return markdown(("model", "frozen weights", "trained", *(f"{n:,} tokens" for n in tokens)), cells)
 
 
@@ -321,10 +321,10 @@ def head_tables(rows: Iterable[Row]) -> str:
     if not runs:
         return EMPTY
     all_rows = [row for run in runs.values() for row in run.values()]
-    found = bars(all_rows)
+    measured = bars(all_rows)
     cases = {key: run for key, run in runs.items() if key[1] != GROWTH}
     growing = {key: run for key, run in runs.items() if key[1] == GROWTH}
-    of_cases, of_growth = ([bar for bar in found if (bar.mode == GROWTH) == grown] for grown in (False, True))
+    of_cases, of_growth = ([bar for bar in measured if (bar.mode == GROWTH) == grown] for grown in (False, True))
     parts = [
         "**Ratios and their bounds** (bold where the bound is missed)",
         _bar_table(of_cases),
@@ -341,13 +341,13 @@ def head_tables(rows: Iterable[Row]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _bar_table(found: list[Bar]) -> str:
+def _bar_table(measured: list[Bar]) -> str:
     """A line for each head, mode and op; a column for each bar."""
-    if not found:
+    if not measured:
         return ""
-    names = list(dict.fromkeys(bar.name for bar in found))
+    names = list(dict.fromkeys(bar.name for bar in measured))
     lines: dict[tuple[str, str, str], dict[str, Bar]] = {}
-    for bar in found:
+    for bar in measured:
         lines.setdefault((bar.head, bar.mode, bar.contender), {})[bar.name] = bar
     cells = [(*key, *(_inequality(line.get(name)) for name in names)) for key, line in lines.items()]
     return markdown(("head", "case", "op", *names), cells)
@@ -413,14 +413,14 @@ def headline(rows: Sequence[Row]) -> str:
     used.append(ours)
     lines.append(("`preference_loss`", "512 scores, groups of 8", measured(ours), measured(eager), "", ""))
     for task in STEPS:
-        found = {row["contender"]: row for row in newest(of("step", rows, **task))}
-        used += found.values()
-        sizes = found["amir"]["workload"]
+        contenders = {row["contender"]: row for row in newest(of("step", rows, **task))}
+        used += contenders.values()
+        sizes = contenders["amir"]["workload"]
         shape = (
             f"{sizes['prompts']} × {sizes['group_size']} completions of up to {sizes['max_completion_tokens']} tokens"
         )
         name = f"a whole GRPO step, {sizes['task'].split(' with ')[0]}"
-        lines.append((name, shape, measured(found["amir"]), "", "", measured(found["trl"])))
+        lines.append((name, shape, measured(contenders["amir"]), "", "", measured(contenders["trl"])))
     places = dict.fromkeys(f"{host_of(row)}, float32, torch {row['versions']['torch']}" for row in used)
     header = ("operation", "shape", "ours", "eager, full logits", "Liger", "TRL")
     return f"{markdown(header, lines)}\n\n{'; '.join(places)}."
@@ -439,8 +439,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 def fastest(run: dict[str, Row], names: str | tuple[str, ...]) -> Row | None:
     """The row with the least median among these contenders."""
-    found = [run[name] for name in ((names,) if isinstance(names, str) else names) if name in run]
-    return min(found, key=lambda row: row["seconds"]["median"], default=None)
+    candidates = [run[name] for name in ((names,) if isinstance(names, str) else names) if name in run]
+    return min(candidates, key=lambda row: row["seconds"]["median"], default=None)
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {

@@ -55,9 +55,9 @@ class Health:
         """The warnings of the window, which is then empty."""
         rows, self._rows = self._rows, []
         steps = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"
-        found = {name: text for name, check in CHECKS.items() if (text := check(rows, self._config))}
-        warnings = [f"warning: in {steps} {text}" for name, text in found.items() if name not in self._found]
-        self._found = set(found)
+        problems = {name: text for name, check in CHECKS.items() if (text := check(rows, self._config))}
+        warnings = [f"warning: in {steps} {text}" for name, text in problems.items() if name not in self._found]
+        self._found = set(problems)
         return warnings
 
     def _mismatch(self, metrics: dict[str, Any]) -> list[str]:

@@ -33,15 +33,15 @@ def process_description(ranks: int, finished_steps: int) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python's version and those of the installed packages that a result may depend on."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        numbers["cuda"] = torch.version.cuda
+    return numbers
 
 
 def machine() -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _trimmed(expression: str) -> str:
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
-    found = None
-    for found in matches:  # noqa: B007 (the last one is what counts)
+    match = None
+    for match in matches:  # noqa: B007 (the last one is what counts)
         pass
-    return found
+    return match

@@ -149,15 +149,15 @@ def check_transforms(op: str, tensors: Iterable[Tensor | None]) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    transforms, found = active_transforms(), [tensor for tensor in tensors if tensor is not None]
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+    transforms, present = active_transforms(), [tensor for tensor in tensors if tensor is not None]
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
     if tracked and transforms & {"Grad", "Jvp"}:
         raise NotImplementedError(
             f"{op} is called inside torch.func.grad, vjp, jvp or a transform made of them, which cannot differentiate "
             "it; use backward() or torch.autograd.grad, with torch.func.functional_call where the parameters are "
             "arguments, or the function of that name in amir_kernels.reference"
         )
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in found):
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in present):
         raise NotImplementedError(
             f"{op} has no forward-mode derivatives, and an input carries a tangent; use reverse mode, or the function "
             "of that name in amir_kernels.reference"
