@@ -7,7 +7,6 @@ runs in processes that are killed at a time limit.
 import logging
 import resource
 import sys
-from multiprocessing import get_context
 from typing import Self
 
 from pebble import ProcessFuture, ProcessPool
@@ -15,6 +14,7 @@ from pebble import ProcessFuture, ProcessPool
 from ..tasks.answer import last_answer
 from . import algebra
 from .grading import Verdict, compare, normalized
+from .processes import RewardContext
 from .worker import end_with_parent
 
 WORKER_BYTES = 4 * 2**30
@@ -66,7 +66,7 @@ class Correctness:
 
     def _schedule(self, answer: str, gold: str) -> ProcessFuture:
         if self._pool is None:
-            self._pool = ProcessPool(self._workers, initializer=_limit_worker, context=get_context("spawn"))
+            self._pool = ProcessPool(self._workers, initializer=_limit_worker, context=RewardContext())
         texts = (normalized(answer), normalized(gold))
         return self._pool.schedule(_equal_by_algebra, args=texts, timeout=self.timeout_seconds)
 

@@ -9,7 +9,6 @@ it has `**kwargs`. It returns one number per completion; None or NaN leaves that
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any, Protocol, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -19,6 +18,7 @@ from ..errors import ConfigError, RewardError, RunStopped
 from ..rewards import worker
 from ..tasks.task import Example
 from .correctness import Correctness
+from .processes import RewardContext, in_reward_process
 from .shaping import SHAPING
 
 START_SECONDS = 300.0
@@ -56,6 +56,7 @@ class Rewards:
         self.weights = [s.weight for s in settings]
         self.timeouts = 0
         """number of function calls and answer comparisons that were ended at their time limit"""
+        _refuse_recursion(self.settings)
         for s in self.settings:
             _refuse_arguments(s)
         limits = [s.timeout_seconds for s in settings if s.name == "correctness" and s.timeout_seconds]
@@ -118,7 +119,7 @@ class _Function:
         self.name = settings.label
         self._settings, self._offered = settings, offered
         self._seconds = settings.timeout_seconds or CALL_SECONDS
-        self._pool = ProcessPool(1, initializer=worker.end_with_parent, context=get_context("spawn"))
+        self._pool = ProcessPool(1, initializer=worker.prepare, context=RewardContext())
         self._started = self._import()
 
     def check(self) -> None:
@@ -181,6 +182,17 @@ class _Function:
 
 def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, FutureTimeout)
+
+
+def _refuse_recursion(settings: list[RewardSettings]) -> None:
+    """ConfigError in the process of a reward function, whose file would be imported by process after process."""
+    functions = [s.function for s in settings if s.function is not None]
+    if functions and in_reward_process():
+        raise ConfigError(
+            f"rewards: function {functions[0]!r}: its process would start another one for it, because the imported "
+            "file starts a run; put what starts the run under `if __name__ == '__main__':`, or the function into "
+            "another file"
+        )
 
 
 def _refuse_arguments(settings: RewardSettings) -> None:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import multiprocessing
 import os
 import sys
 import threading
@@ -22,6 +23,15 @@ from ..errors import RewardError, summary
 
 LARGEST_REWARD = 1e9
 """Bound of |reward|, so that sums of squares stay finite in float32."""
+
+
+def prepare() -> None:
+    """Prepares this process for a user's function: it ends with its parent, and starts processes as plain Python does.
+
+    A spawned process would otherwise spawn its own as well, whatever the platform's default is.
+    """
+    end_with_parent()
+    multiprocessing.set_start_method(None, force=True)
 
 
 def end_with_parent() -> None:
@@ -71,12 +81,18 @@ def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:
     try:
         result = function(**keywords)
         if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+            result = _event_loop().run(_awaited(result))
     except BaseException as error:  # noqa: BLE001 (a user's exception may not pickle)
         frames = traceback.extract_tb(error.__traceback__)[1:]
         where = "; ".join(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in frames[-3:])
         raise RewardError(f"raised {summary(error)} ({where})") from None
     return floats(result, count)
+
+
+@cache
+def _event_loop() -> asyncio.Runner:
+    """One event loop for all calls, so that a client or a semaphore of the user's module can serve more than one."""
+    return asyncio.Runner()
 
 
 async def _awaited(result: Any) -> Any:
@@ -111,7 +127,8 @@ def _module(place: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    name = f"reward_of_{path.stem}"
+    """The module under the name that its folder on `sys.path` gives it: other processes import it by that name."""
+    name = path.stem if path.stem not in sys.modules else f"reward_of_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
