@@ -22,6 +22,7 @@ from .memory import (
     use_saved_quantization,
 )
 from .policy import Policy
+from .row_independence import refuse_dependent_rows
 from .source import CONFIG_FILES, IGNORED_IF_DAMAGED, TOKENIZER_FILES, WEIGHT_FILES, Source, model_source
 
 EXPECTED = "a folder with config.json, weights and tokenizer files of a causal language model, or the hub name of one"
@@ -146,6 +147,7 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig, revision: str | No
         model.eval(), tokenizer, support, pad_id, eos_ids, config.temperature, frozen, revision=revision, notes=notes
     )
     keep_differentiable(base)
+    refuse_dependent_rows(policy.support.body, config)
     if config.gradient_checkpointing:
         checkpoint_layers(policy.support.body, offload=config.offload_activations)
     return policy
