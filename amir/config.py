@@ -382,7 +382,7 @@ class RunConfig(Settings):
     warmup_steps: CountOrZero = 0
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.99  # paper
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0  # of matrices; norms and biases do not decay, as in TRL
     max_grad_norm: Positive = 1.0
     # run
     max_steps: CountOrZero = 1000  # paper; 0 evaluates only

@@ -23,11 +23,22 @@ def make_optimizer(config: RunConfig, named: dict[str, Tensor]) -> torch.optim.O
     if config.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit as kind
     return kind(
-        named.values(),
+        parameter_groups(named, config.weight_decay),
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         weight_decay=config.weight_decay,
     )
+
+
+def parameter_groups(named: dict[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters by their weight decay. Norms and biases, which have one dimension, have none, as in TRL.
+
+    Without weight decay all of them are one group.
+    """
+    groups: dict[float, list[Tensor]] = {}
+    for parameter in named.values():
+        groups.setdefault(weight_decay if parameter.dim() > 1 else 0.0, []).append(parameter)
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
