@@ -244,6 +244,15 @@ def test_cce_without_targets_that_count(cut):
     assert cce.linear_cross_entropy(e, c, ignored, reduction="sum") == 0
 
 
+def test_cce_every_engine_of_the_peer_is_this_one():
+    """CCE's `impl` chooses among engines that compute the same loss."""
+    e, c, targets = head()
+    expected = cce.linear_cross_entropy(e, c, targets)
+    for impl in ("cce", "cce_exact", "torch_compile", None):
+        ours = cce.linear_cross_entropy(e, c, targets, impl=impl, return_lse=False, vocab_parallel_options=None)
+        assert torch.equal(ours, expected)
+
+
 def test_cce_refusals():
     e, c, targets = head()
     with pytest.raises(ValueError, match=r"reduction must be one of .*, got 'median'"):
@@ -253,8 +262,11 @@ def test_cce_refusals():
             cce.linear_cross_entropy(e, c, targets, shift=shift)
     with pytest.raises(TypeError, match=r"shift must be an int, got float"):
         cce.linear_cross_entropy(e, c, targets, shift=1.5)
-    with pytest.raises(TypeError, match="impl"):
-        cce.linear_cross_entropy(e, c, targets, impl="cce_exact")
+    for options in ({"return_lse": True}, {"vocab_parallel_options": object()}):
+        with pytest.raises(
+            ValueError, match=r"not supported; call linear_logprob_entropy, which returns lse and takes"
+        ):
+            cce.linear_cross_entropy(e, c, targets, **options)
     with pytest.raises(TypeError, match="positional"):
         cce.linear_cross_entropy(e, c, targets, -100)
 

@@ -273,6 +273,15 @@ def test_unknown_families_and_strange_heads_are_refused_by_name() -> None:
     refused(AutoModelForCausalLM.from_config(FalconConfig(**falcon)), "'falcon' (FalconForCausalLM) is not one of")
     refused(torch.nn.Linear(2, 2), "Linear has no config.model_type; pass the causal LM itself")
     refused(torch.nn.Sequential(model()), "without a wrapper around it")
+
+    class Wrapper(torch.nn.Module):
+        """As DistributedDataParallel and DeepSpeed's engine hold a model."""
+
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    refused(Wrapper(model()), "pass its .module, and call the ops inside a forward that the wrapper runs")
     refused(model().model, "LlamaModel has no output embeddings; pass the causal LM")
     classifier = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES))
     refused(classifier, "LlamaForSequenceClassification has no output embeddings")

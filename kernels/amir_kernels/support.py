@@ -135,6 +135,11 @@ def _refuse_whole_model_adapters(model: nn.Module) -> None:
 
 def _refuse_family(family: str | None, base: nn.Module) -> None:
     name = type(base).__name__
+    if family is None and isinstance(getattr(base, "module", None), nn.Module):
+        raise _Refused(
+            f"{name} wraps the causal LM, and its own forward reduces gradients or gathers weights; pass its .module, "
+            "and call the ops inside a forward that the wrapper runs (docs/own-loss.md)"
+        )
     if family is None:
         raise _Refused(f"{name} has no config.model_type; pass the causal LM itself, without a wrapper around it")
     if family not in FAMILIES:

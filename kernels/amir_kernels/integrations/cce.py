@@ -25,6 +25,9 @@ def linear_cross_entropy(
     accum_c_fp32: bool = False,
     filter_e_grad: bool = True,
     filter_c_grad: bool = True,
+    impl: str | None = None,
+    return_lse: bool = False,
+    vocab_parallel_options: object = None,
     backend: str = "auto",
 ) -> Tensor:
     """-log softmax(softcap * tanh((e @ c.T + bias) / softcap))[targets], the loss of `cut_cross_entropy`.
@@ -38,14 +41,21 @@ def linear_cross_entropy(
             is `[..., L - shift]`.
         filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32, accum_c_fp32: permissions to be less exact. Accepted and
             ignored: no gradient is filtered and accumulation is always float32.
+        impl: CCE's choice among its own engines, which compute the same loss. Accepted and ignored: see `backend`.
+        return_lse, vocab_parallel_options: refused unless False and None: `linear_logprob_entropy` has `lse` and
+            `process_group`.
         backend: as in `linear_logprob`.
 
-    The arguments after `targets` are keyword-only, since their order differs between CCE's versions. `impl`,
-    `vocab_parallel_options` and `return_lse` are not accepted: `linear_logprob_entropy` has `process_group` and `lse`.
+    The arguments after `targets` are keyword-only, since their order differs between CCE's versions.
     The result is float32 (float64 for float64 inputs). Kept for the backward: the inputs, which `shift` does not copy,
     and O(1) per target.
     """
     check_choice("reduction", reduction, ("mean", "sum", "none"))
+    if return_lse or vocab_parallel_options is not None:
+        raise ValueError(
+            "return_lse=True and vocab_parallel_options are not supported; call linear_logprob_entropy, which returns "
+            "lse and takes process_group, and negate its logprob"
+        )
     length = targets.shape[-1] if targets.dim() else 0
     steps = int(shift) if isinstance(shift, bool) else shift
     check_count("shift", steps, at_least=None)
