@@ -272,10 +272,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def dequantize(weight: Any) -> Tensor:
-    """float32 `[out, in]` of a bitsandbytes weight that has not been used yet."""
+def dequantize(layer: Any) -> Tensor:
+    """float32 `[out, in]` of a bitsandbytes layer, whose first call moves the scales of 8-bit weights to its state."""
+    weight = layer.weight
     if weight.dtype == torch.int8:
-        return weight.data * (weight.SCB / 127)[:, None]
+        scales = layer.state.SCB if weight.SCB is None else weight.SCB
+        return weight.data * (scales / 127)[:, None]
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, weight.quant_state)
@@ -289,7 +291,7 @@ def test_quantized_weights_score_alike_and_their_adapter_learns(folder: Path, bi
     dequantized = load_policy(run_config(model=str(folder)))
     for name, module in dequantized.base.named_modules():
         if hasattr(module, "base_layer"):
-            module.base_layer.weight.data = dequantize(made.base.get_submodule(name).base_layer.weight)
+            module.base_layer.weight.data = dequantize(made.base.get_submodule(name).base_layer)
     tokens = padded(sample(whole, PROMPTS, 4, 9, seed=3))
     with torch.no_grad():
         scores = [p.logprobs(tokens)[tokens.completion_mask] for p in (whole, dequantized, made)]
