@@ -126,9 +126,9 @@ def _refuse_shard(name: str, tensor: Tensor, empty: bool = False) -> None:
         kind = "a DTensor" if sharded else f"an empty shard of shape {list(tensor.shape)}"
         raise ValueError(
             f"{name} is {kind}, expected the whole tensor; gather it first: {variable}.full_tensor() (FSDP2, tensor "
-            f"parallelism; a trained one under FSDP2 by full_tensor(grad_placements=[Partial('avg')]), or inside the "
-            f"forward of its FSDP module), FSDP.summon_full_params (FSDP1), or "
-            f"deepspeed.zero.GatheredParameters([{variable}]) (ZeRO-3). For a vocabulary split over ranks pass each rank's rows and process_group"
+            "parallelism; a trained one under FSDP2 with grad_placements=[Partial('avg')], or in the forward of its "
+            f"FSDP module), FSDP.summon_full_params (FSDP1), or deepspeed.zero.GatheredParameters([{variable}]) "
+            "(ZeRO-3). For a vocabulary split over ranks pass each rank's rows and process_group"
         )
 
 
