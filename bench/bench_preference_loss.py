@@ -84,7 +84,7 @@ def measure(rows: int, group: int, device: str, repeats: int) -> list[dict]:
         {
             "bench": "preference_loss",
             "contender": name,
-            "workload": {"what": "the op", "rows": rows, "group_size": size, "dtype": "float32"},
+            "workload": {"what": "the op", "rows": rows, "group_size": group, "dtype": "float32"},
             "case": f"B={rows:,}, G={group:,}, float32, forward and backward",
             "seconds": timings[name],
             "peak_memory_mb": peak_mb[name],
