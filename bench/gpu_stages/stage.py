@@ -25,11 +25,11 @@ class Stage(NamedTuple):
 
 STAGES = {
     "calibration": Stage("calibration", 60),
-    "correctness": Stage("correctness", 70),
-    "odd-shapes": Stage("odd_shapes", 45),
-    "times": Stage("op_times", 55),
-    "peers": Stage("op_peers", 65),
-    "step": Stage("trainer_step", 85),
+    "correctness": Stage("correctness", 80),
+    "odd-shapes": Stage("odd_shapes", 60),
+    "times": Stage("op_times", 40),
+    "peers": Stage("op_peers", 60),
+    "step": Stage("trainer_step", 80),
     "drop-in": Stage("trl_drop_in", 40),
     "layers": Stage("model_layers", 30),
     "out-of-memory": Stage("out_of_memory", 30),
