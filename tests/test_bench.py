@@ -175,14 +175,14 @@ def test_a_finished_run_becomes_a_row_with_its_curve(bench, tmp_path):
     evaluations = [{"step": step, "success": share, "samples": 5} for step, share in ((0, 0.2), (3, 0.8))]
     for name, found in (("metrics", metrics), ("evaluations", evaluations)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
-    made = bench.quickstart.row_of(tmp_path, None)
+    made = bench.quickstart.row_of(tmp_path, 12.5)
     assert made["curve"] == {
         "step": [1, 2, 3],
         "success": [0.25, 0.5, 0.75],
         "held_out_step": [0, 3],
         "held_out": [0.2, 0.8],
     }
-    assert (made["seconds"], made["contender"]) == (None, "amir train quickstart, not timed")
+    assert (made["seconds"]["median"], made["contender"]) == (12.5, "amir train quickstart")
     assert made["observed"]["sampled_success"] == [0.25, 0.5]
     assert made["case"] == "one-digit sums, 3 steps: sampled success 0.25 to 0.50, held-out 0.20 to 0.80 (5 samples)"
     assert bench.quickstart.row_of(tmp_path, 3.0)["seconds"]["median"] == 3.0

@@ -222,7 +222,7 @@ def test_a_run_records_its_processes(tmp_path, monkeypatch) -> None:
     assert first["command"] == shlex.join(sys.orig_argv)
     assert first["versions"]["torch"] == torch.__version__
     assert first["machine"]["threads"] == torch.get_num_threads()
-    assert {"cpu", "cores", "memory_gb", "system"} <= set(first["machine"])
+    assert {"cpu", "cores", "memory_gib", "system"} <= set(first["machine"])
     assert datetime.datetime.fromisoformat(first["date"]).tzinfo is not None
     assert first["ranks"] == 1
     assert "commit" in first

@@ -147,7 +147,8 @@ def wrap_policy(base: Any, tokenizer: Any, config: RunConfig, revision: str | No
         model.eval(), tokenizer, support, pad_id, eos_ids, config.temperature, frozen, revision=revision, notes=notes
     )
     keep_differentiable(base)
-    refuse_dependent_rows(policy.support.body, config)
+    if base.device.type != "meta":  # where nothing is computed
+        refuse_dependent_rows(policy.support.body, config)
     if config.gradient_checkpointing:
         checkpoint_layers(policy.support.body, offload=config.offload_activations)
     return policy

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("amir-grpo", "torch", "triton", "transformers", "peft", "tokenizers", "bitsandbytes", "liger-kernel")
+"""Those that the result of a run may depend on."""
 PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
@@ -31,10 +33,10 @@ def process_description(ranks: int, finished_steps: int) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Python's version and those of the installed packages that a result may depend on."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Python's version and those of the packages that are installed."""
     numbers = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         try:
             numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -45,19 +47,20 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, threads and memory; with GPUs also the first one's name, and how many."""
+    """Processor, cores this process may use, threads and memory; with GPUs their number, and the first one's facts."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
         "cores": cores,
         "threads": torch.get_num_threads(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
-        facts["gpu_memory_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
         facts["gpus"] = torch.cuda.device_count()
+        facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        facts |= _gpu_power_and_driver()
     return facts
 
 
@@ -92,3 +95,13 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu_power_and_driver() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    power, driver = (part.strip() for part in answer.split(","))
+    return {"gpu_power_limit": power, "driver": driver}
