@@ -219,7 +219,8 @@ def _located(parts: list[str]) -> tuple[str, str | None]:
 
 
 def _unknown(key: str, value: Any, kind: str | None) -> Iterator[str]:
-    if isinstance(value, dict) and value and key not in OTHER_NAMES:
+    """A line for an unknown key, or for each entry of a mapping that has no answer as a whole."""
+    if isinstance(value, dict) and value and OTHER_NAMES.get(key, key) in [key, *_known_keys()]:
         for name, entry in value.items():
             yield from _unknown(f"{key}.{name}", entry, kind)
     else:

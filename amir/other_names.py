@@ -20,7 +20,7 @@ ROWS: dict[str, str] = {
     "set `dtype`, `attn_implementation` or `quantization`": "model_init_kwargs model_kwargs override_config",
     "lora.r": "lora_r lora_rank lora_dim max_lora_rank peft_lora_r",
     "lora.alpha": "lora_alpha peft_lora_alpha",
-    "lora.target_modules": "lora_target_modules lora_targets",
+    "lora.target_modules": "lora_target_modules lora_targets lora_target lora_target_linear",
     "lora.adapter": """
         adapter_name_or_path adapter_path lora_adapter lora_adapter_path lora_path lora_checkpoint peft_model_path
     """,
@@ -37,8 +37,8 @@ ROWS: dict[str, str] = {
     "set `quantization: 4bit`, which is NF4 with double quantization": "load_in_4bit use_4bit qlora use_qlora",
     "set `quantization: 8bit`": "load_in_8bit use_8bit",
     "set `quantization: 4bit`, whose details are fixed (NF4, double quantization)": """
-        quantization_config bnb_config bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant
-        bnb_4bit_quant_storage use_bnb_nested_quant
+        quantization_config bnb_config quantization_bit bnb_4bit_quant_type bnb_4bit_compute_dtype
+        bnb_4bit_use_double_quant bnb_4bit_quant_storage use_bnb_nested_quant
     """,
     "dtype": "torch_dtype model_dtype param_dtype compute_dtype precision mixed_precision",
     "set `dtype: bfloat16`": "bf16 use_bf16 bf16_full_eval",
@@ -67,7 +67,9 @@ ROWS: dict[str, str] = {
     "task.held_out_path": """
         val_files val_file eval_files eval_file eval_data eval_dataset validation_file test_files test_file
     """,
-    "task.held_out": "test_split_size test_size eval_size val_size eval_ratio val_ratio validation_split_percentage",
+    "task.held_out": """
+        test_split_size test_size eval_size val_size val_set_size eval_ratio val_ratio validation_split_percentage
+    """,
     'set `task.prompt` to a template such as "{question}", or `task.messages` to a column of chat messages': """
         prompt_key prompt_column prompt_template input_key input_template question_column dataset_text_field
         text_field apply_chat_template
@@ -84,14 +86,17 @@ ROWS: dict[str, str] = {
     """,
     "a reward gets every column of the rows; leave it out": "remove_unused_columns label_names return_raw_chat",
     # lengths
-    "max_prompt_length": "prompt_length prompt_max_len max_prompt_len max_input_length prompt_max_length",
+    "max_prompt_length": """
+        rollout_max_prompt_len prompt_length prompt_max_len max_prompt_len max_input_length prompt_max_length
+    """,
     "max_completion_length": """
-        max_new_tokens max_tokens max_response_length response_length generate_max_len max_completion_tokens
-        max_output_tokens max_gen_len max_generation_length completion_length max_new_token
+        max_new_tokens max_tokens max_generated_tokens rollout_max_response_len max_response_length response_length
+        generate_max_len max_completion_tokens max_output_tokens max_gen_len max_generation_length completion_length
+        max_new_token
     """,
     "prompt and completion have their own bounds: set `max_prompt_length` and `max_completion_length`": """
-        max_seq_length max_length max_len max_model_len max_model_length vllm_max_model_length cutoff_len seq_length
-        sequence_length context_length
+        max_seq_length max_length max_len sequence_len max_model_len max_model_length vllm_max_model_length
+        cutoff_len seq_length sequence_length context_length
     """,
     "prompts are never shortened: `overlong_prompts: drop` leaves long ones out, and `refuse` ends the run": """
         truncation truncation_mode truncation_side filter_overlong_prompts truncate_prompts
@@ -116,9 +121,9 @@ ROWS: dict[str, str] = {
     "set `scale_rewards: group`, or `scale_rewards: none`": "norm_adv_by_std_in_grpo",
     # rollouts
     "a step has `prompts_per_step` prompts with `num_generations` completions each": """
-        per_device_train_batch_size train_batch_size rollout_batch_size batch_size global_batch_size mini_batch_size
-        generation_batch_size steps_per_generation ppo_mini_batch_size num_mini_batches effective_batch_size
-        num_prompts_per_step num_prompts num_unique_prompts_rollout
+        per_device_train_batch_size train_batch_size per_device_batch_size rollout_batch_size batch_size
+        global_batch_size mini_batch_size generation_batch_size steps_per_generation ppo_mini_batch_size
+        num_mini_batches effective_batch_size num_prompts_per_step num_prompts num_unique_prompts_rollout
     """,
     "a step of any size is computed in micro-batches of `micro_batch_tokens` tokens; leave it out": """
         gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps auto_find_batch_size
@@ -134,7 +139,8 @@ ROWS: dict[str, str] = {
     """,
     "num_generations": """
         rollout.n n n_samples n_samples_per_prompt num_samples num_samples_per_prompt samples_per_prompt
-        num_return_sequences group_size rollout_n num_rollouts rollouts_per_example num_completions
+        num_return_sequences group_size rollout_n num_rollouts rollouts_per_example num_completions grpo_samples
+        num_samples_per_prompt_rollout
     """,
     "temperature": "sampling_temperature rollout_temperature",
     "an evaluation samples with `temperature`; leave it out": "val_kwargs.temperature eval_temperature",
@@ -304,19 +310,20 @@ ROWS: dict[str, str] = {
         param_offload optimizer_offload adam_offload cpu_offload offload_policy
     """,
     "start one process per GPU with torchrun (docs/hardware.md); leave it out": """
-        n_gpus_per_node nnodes num_nodes num_gpus num_processes world_size local_rank strategy fsdp fsdp_config
-        deepspeed deepspeed_config ds_config zero_stage ds3_gather_for_generation accelerator_config
-        parallelism_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
-        ddp_static_graph ddp_timeout ulysses_sequence_parallel_size context_parallel_size ray_kwargs ray_init
+        n_gpus gpus devices n_gpus_per_node nnodes num_nodes num_gpus num_processes world_size local_rank strategy
+        fsdp fsdp_config deepspeed deepspeed_config ds_config zero_stage ds3_gather_for_generation
+        accelerator_config parallelism_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
+        ddp_find_unused_parameters ddp_static_graph ddp_timeout ulysses_sequence_parallel_size context_parallel_size
+        ray_kwargs ray_init
     """,
     "padding is left out wherever the model's attention allows it; leave it out": """
         packing packing_samples padding_free use_remove_padding remove_padding pad_to_multiple_of group_by_length
     """,
     "it has no counterpart here; leave it out": """
         average_tokens_across_devices batch_eval_metrics debug eval_do_concat_batches eval_use_gather_object
-        full_determinism include_for_metrics include_num_input_tokens_seen label_smoothing_factor
-        length_column_name prediction_loss_only router_aux_loss_coef
-        skip_memory_metrics torch_compile_mode torch_empty_cache_steps use_cache profiler global_profiler
+        full_determinism include_for_metrics include_num_input_tokens_seen label_smoothing_factor length_column_name
+        prediction_loss_only router_aux_loss_coef skip_memory_metrics torch_compile_mode torch_empty_cache_steps
+        use_cache profiler global_profiler
     """,
 }
 

@@ -40,6 +40,7 @@ def refusal(*overrides: str, run: str = "quickstart") -> str:
         ("actor_rollout_ref.rollout.n=8", "it is called 'num_generations' here"),
         ("actor_rollout_ref.model.path=x", "it is called 'model' here"),
         ("data.max_prompt_length=9", "unknown key 'data.max_prompt_length' (value 9); expected 'max_prompt_length'"),
+        ("optim={lr: 1}", "unknown key 'optim.lr' (value 1); it is called 'learning_rate' here"),
         ("critic.optim.lr=1", "there is no value model"),
         ("critic={optim: {lr: 1}}", "there is no value model"),
     ],
