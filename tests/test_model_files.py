@@ -380,7 +380,10 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "weights of torch cut short": (cut_bin, "no complete file of torch.save in "),
     "settings cut short": (cut("config.json"), "config.json)"),
     "tokenizer cut short": (cut("tokenizer.json"), "tokenizer.json)"),
-    "tokenizer of a later release": (lambda folder: edit(folder / "tokenizer.json", **LATER), "the tokenizer's files)"),
+    "tokenizer of a later release": (
+        lambda folder: edit(folder / "tokenizer.json", **LATER),
+        "while reading the tokenizer's files: chat_template.jinja, tokenizer.json, tokenizer_config.json)",
+    ),
     "settings in a list": (lambda folder: (folder / "config.json").write_text("[]"), "a JSON list instead of an obj"),
     "words for a number": (config(num_attention_heads="4"), "num_attention_heads"),
     "no heads": (config(num_attention_heads=0), "cannot be loaded ("),
@@ -395,12 +398,27 @@ DAMAGED: dict[str, tuple[Change, str]] = {
 }
 
 
+def weights(change: Callable[[Tensor], Tensor]) -> Change:
+    name = "model.layers.1.mlp.up_proj.weight"
+    return lambda folder: rewrite(folder / "model.safetensors", lambda held: held | {name: change(held[name])})
+
+
+DAMAGED |= {
+    "weights that are not numbers": (weights(lambda t: t * torch.nan), "up_proj.weight holds NaN or infinity"),
+    "weights as integers": (weights(lambda t: t.to(torch.int8)), "up_proj.weight holds integers, as of a quantized mo"),
+    "an end in words": (
+        lambda folder: edit(folder / "generation_config.json", eos_token_id="end"),
+        "its generation_config.json names 'end' as an end-of-sequence token; expected token ids",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_folder_is_refused_with_the_file(case: str, base: Path) -> None:
     change, words = DAMAGED[case]
     change(base)
     told = refusal(base)
-    assert f"model = {str(base)!r}: " in told
+    assert f"model = {str(base)!r}: " in told or "model: its generation_config.json" in told
     assert words in told
 
 

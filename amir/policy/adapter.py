@@ -56,7 +56,7 @@ def _in_compute_dtype(model: PeftModel, dtype: torch.dtype) -> PeftModel:
 def adapter_settings(lora: LoraSettings) -> tuple[Source, Any]:
     """Where the saved adapter is, and its settings; ConfigError if the run cannot continue from it."""
     source = adapter_source(str(lora.adapter))
-    with source.reading("adapter_config.json", ADAPTER_FILES[:1], EXPECTED):
+    with source.reading("the adapter's settings", ADAPTER_FILES[:1], EXPECTED):
         saved: Any = PeftConfig.from_pretrained(source.location, **source.arguments)
         _refuse_other_settings(source, saved, lora)
     return source, saved
@@ -70,7 +70,7 @@ def saved_adapter(
     A frozen second copy of it is loaded if the loss needs a reference policy.
     """
     source, saved = adapter_settings(lora)
-    with source.reading("adapter_config.json", ADAPTER_FILES[:1], EXPECTED):
+    with source.reading("the adapter's settings", ADAPTER_FILES[:1], EXPECTED):
         notes = _other_base(source, saved, base.name_or_path, revision)
     saved.base_model_name_or_path, saved.revision, saved.inference_mode = base.name_or_path or None, revision, False
     with source.reading("the adapter's weights", ADAPTER_FILES, EXPECTED):

@@ -74,7 +74,7 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
 def _described(config: RunConfig) -> tuple[Source, Any, Any]:
     """Where the model's files are, its configuration and its tokenizer."""
     source = model_source(config.model)
-    with source.reading("config.json", CONFIG_FILES, EXPECTED):
+    with source.reading("the model's settings", CONFIG_FILES, EXPECTED):
         model_config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
     source.refuse_damaged(IGNORED_IF_DAMAGED, EXPECTED)
     return source, model_config, _tokenizer(source, config)
@@ -109,7 +109,7 @@ def _tokenizer(source: Source, config: RunConfig) -> Any:
 
 def _model(source: Source, **settings: Any) -> Any:
     """The model with every tensor of its files; its configuration says whether its head is tied as it was loaded."""
-    with source.reading("the weights of the model that config.json describes", WEIGHT_FILES, EXPECTED):
+    with source.reading("the weights of the model in config.json", WEIGHT_FILES, EXPECTED):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             ignore_mismatched_sizes=True,
@@ -118,8 +118,10 @@ def _model(source: Source, **settings: Any) -> Any:
             **settings,
             **source.arguments,
         )
+        integers = source.integer_tensors()
     base, report = loaded
     _refuse_other_weights(source.setting, base, report)
+    _refuse_other_values(source.setting, base, integers)
     if base.config.tie_word_embeddings and not base.all_tied_weights_keys:
         base.config.tie_word_embeddings = False
     return base
@@ -205,6 +207,14 @@ def _refuse_other_weights(setting: str, base: Any, report: dict[str, Any]) -> No
         )
 
 
+def _refuse_other_values(setting: str, base: Any, integers: set[str]) -> None:
+    """ConfigError for weights that are not finite, and for integers in place of the weights of an unquantized layer."""
+    for name, weight in base.named_parameters():
+        if weight.is_floating_point() and (name in integers or not weight.isfinite().all()):
+            found = "integers, as of a quantized model" if name in integers else "NaN or infinity"
+            raise ConfigError(f"{setting}: {name} holds {found}; expected finite floating-point weights")
+
+
 def _notes(config: RunConfig, model_config: Any) -> list[str]:
     """What the user should know of the model's files."""
     if not getattr(model_config, "auto_map", None):
@@ -229,7 +239,11 @@ def _refuse_too_long(model_config: Any, config: RunConfig) -> None:
 def _eos_ids(base: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a completion; the generation config may list more than the tokenizer."""
     listed = base.generation_config.eos_token_id if base.generation_config else None
-    ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    ids = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    if odd := [token for token in ids if not isinstance(token, int)]:
+        raise ConfigError(
+            f"model: its generation_config.json names {odd[0]!r} as an end-of-sequence token; expected token ids"
+        )
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
         ids.append(tokenizer.eos_token_id)
     if not ids:

@@ -67,6 +67,8 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from .checkpoint import give_usual_modes
+
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     fields = {k: v for k, v in loaded.config.to_dict().items() if k not in _DERIVED}
     fields["rms_norm_eps"] = round(fields["rms_norm_eps"], 9)  # the file has 1e-5 rounded to float32
@@ -74,6 +76,7 @@ def _convert(gguf: Path, out: Path) -> None:
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.to(torch.bfloat16).save_pretrained(out)
     _convert_tokenizer(gguf, out)
+    give_usual_modes(out)
 
 
 def _convert_tokenizer(gguf: Path, out: Path) -> None:

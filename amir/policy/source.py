@@ -56,14 +56,26 @@ class Source:
             raise
         except Exception as error:
             self.refuse_damaged(patterns, expected)
-            reason = f"{_reason(error)}, while reading {what}"
+            names = ", ".join(path.name for path in self._files(patterns)) or "none was found"
+            reason = f"{_reason(error)}, while reading {what}: {names}"
             raise ConfigError(f"{self.setting}: cannot be loaded ({reason}); expected {expected}") from error
 
     def refuse_damaged(self, patterns: tuple[str, ...], expected: str) -> None:
         """ConfigError with the first file that cannot be read, and the reason."""
-        for path in sorted({path for pattern in patterns for path in self._folder.glob(pattern) if path.is_file()}):
+        for path in self._files(patterns):
             if problem := damage(path):
                 raise ConfigError(f"{self.setting}: cannot be loaded ({problem} in {path}); expected {expected}")
+
+    def integer_tensors(self) -> set[str]:
+        """Names of the tensors of integers in the safetensors files of a model."""
+        found = set()
+        for path in self._files(("model*.safetensors",)):
+            with safe_open(path, framework="pt") as file:
+                found |= {name for name in sorted(file.keys()) if file.get_slice(name).get_dtype()[0] in "IU"}
+        return found
+
+    def _files(self, patterns: tuple[str, ...]) -> list[Path]:
+        return sorted({path for pattern in patterns for path in self._folder.glob(pattern) if path.is_file()})
 
     @property
     def _folder(self) -> Path:
@@ -134,7 +146,7 @@ def model_source(model: str) -> Source:
         return Source(setting, str(folder.resolve()))
     expected = "a folder with config.json and weights, or a hub name"
     source = Source(setting, model, _hub_arguments(setting, model, expected))
-    with source.reading("adapter_config.json", ADAPTER_FILES[:1], expected):
+    with source.reading("the adapter's settings", ADAPTER_FILES[:1], expected):
         if find_adapter_config_file(model, **source.arguments):
             raise ConfigError(f"{setting}: it is the repository of an adapter; {_USE_ADAPTER}")
     return source
