@@ -38,7 +38,7 @@ from .run.machine import process_description
 from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .run.signals import StopSignals
 from .tasks import Example, Task
-from .tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer, refuse_missing_prompts
+from .tasks.prompts import Prompt, encode_prompts, fix_date, refuse_foreign_tokenizer, refuse_missing_prompts
 from .update.batch import Batch, make_batch
 from .update.gradient import backward, make_objective, reference_logprobs
 from .update.micro_batches import TokenBudget
@@ -67,6 +67,7 @@ class Trainer:
         self.budget = TokenBudget.for_policy(
             self.config, self.policy, say=self.say, show_progress=self.display.progress
         )
+        fix_date(self.policy.tokenizer, self.ranks.gather(self.directory.began)[0])
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in (*self.policy.notes, *self.task.notes):

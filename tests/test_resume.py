@@ -153,6 +153,35 @@ def test_what_did_not_change_resumes_without_a_word(tmp_path) -> None:
     assert made.display.said == ["resumed after step 2"]
 
 
+def test_a_date_in_the_chat_template_stays_that_of_the_first_day(tmp_path, monkeypatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", "1+1", "2+1", "3+1")
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}="
+
+    def show_date(base: object, words: object) -> None:
+        words.chat_template = template
+
+    def on(day: datetime.datetime) -> type[datetime.datetime]:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+                return day
+
+        return Clock
+
+    made = {}
+    for day in (1, 2):
+        monkeypatch.setattr("amir.run.directory.datetime", on(datetime.datetime(2026, 3, day, 23, 59)))
+        config = on_rows(tmp_path, max_steps=day + 1)
+        made[day] = trainer(tmp_path, config, resume=day > 1, change=show_date)
+        made[day].train()
+        made[day].directory.close()
+    assert made[1].policy.tokenizer.decode(made[1].prompts[0].ids).replace(" ", "").startswith("01Mar2026")
+    assert [prompt.ids for prompt in made[1].prompts] == [prompt.ids for prompt in made[2].prompts]
+    template = template.replace("%Y", "%y")
+    with pytest.raises(ConfigError, match="chat_template = None: the tokenizer's chat template is another one"):
+        trainer(tmp_path, on_rows(tmp_path, max_steps=9), resume=True, change=show_date)
+
+
 def test_harmless_changes_are_reported(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", "1+1", "2+1", "3+1")

@@ -18,6 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +40,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: RunConfig, *, resume: bool = False) -> None:
         self.path = path
         check_run_directory(path, config, resume=resume)
+        self.began = self._recorded_begin() or datetime.now().astimezone()
         self._config = config
         self._started = resume
         self._unwritten: list[str] = []
@@ -78,7 +80,8 @@ class RunDirectory:
     def _describe(self, process: dict[str, Any], contents: dict[str, Any]) -> None:
         """Adds a process to run.json, and replaces the contents that it has of the run."""
         processes = [*self.description().get("processes", []), process]
-        described = {"seed": self._config.seed, "contents": contents, "processes": processes}
+        described = {"began": self.began.isoformat(), "seed": self._config.seed, "contents": contents}
+        described["processes"] = processes
         write_atomically(self.path / "run.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
     def description(self) -> dict[str, Any]:
@@ -91,6 +94,15 @@ class RunDirectory:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}: damaged ({error}); restore it, or remove it to resume without it") from None
         return described
+
+    def _recorded_begin(self) -> datetime | None:
+        began = self.description().get("began")
+        try:
+            return None if began is None else datetime.fromisoformat(began)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{self.path / 'run.json'}: began = {began!r}: expected a date; restore the file"
+            ) from None
 
     def check(self, config: RunConfig) -> None:
         """ConfigError if the run in this folder has other settings; `config` with the values of this machine."""
@@ -189,6 +201,7 @@ class ReadOnlyRunDirectory(RunDirectory):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.began = datetime.now().astimezone()
         self._started = False
 
     def start(

@@ -1,7 +1,9 @@
 """From examples to prompts: system prompt, chat template, token ids, and bounds of the length."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError
@@ -92,6 +94,33 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         raise ConfigError(
             f"chat_template: it fails for {messages[-1]['content']!r:.60}: {error}; correct the template"
         ) from None
+
+
+def fix_date(tokenizer: Any, date: datetime) -> None:
+    """Makes this date the one that the tokenizer's chat template shows, so that a resumed run has the same prompts."""
+    render = tokenizer.apply_chat_template
+
+    def render_on_date(*arguments: Any, **options: Any) -> Any:
+        template = options.pop("chat_template", None) or tokenizer.chat_template
+        return render(*arguments, chat_template=_on_date(template, date), **options)
+
+    tokenizer.apply_chat_template = render_on_date
+
+
+def _on_date(template: Any, date: datetime) -> Any:
+    """A chat template whose `strftime_now`, a function of Transformers, is a macro that formats this date."""
+    if not isinstance(template, str) or "strftime_now" not in template:
+        return template
+    replacements = "".join(
+        f".replace({json.dumps(code)}, {json.dumps(date.strftime(code), ensure_ascii=False)})" for code in DATE_CODES
+    )
+    return f"{{%- macro strftime_now(format) -%}}{{{{- format{replacements} -}}}}{{%- endmacro -%}}{template}"
+
+
+DATE_CODES = [
+    f"%{code}" for code in (*"aAwdbBmyYHIMSfzZjpUWcxXeFTDRGuVh", "-d", "-m", "-y", "-H", "-I", "-M", "-S", "-j")
+]
+"""What `strftime` replaces."""
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, special: list[int], vocabulary: int) -> None:
