@@ -308,8 +308,16 @@ def preference_loss_table(rows: Sequence[Row]) -> str:
 
 
 def gpu_table(rows: Sequence[Row]) -> str:
-    """The ops on a GPU."""
-    return section(of("gpu_check", rows), (("check", lambda row: row["case"]), CONTENDER, SECONDS, MEMORY))
+    """What was timed on a GPU, a table each stage, beside its prediction; comparisons of results are not shown."""
+
+    def predicted(row: Row) -> str:
+        seconds = row.get("expected", {}).get("seconds")
+        return f"{row['seconds']['median'] / seconds:.2f}" if seconds else ""
+
+    timed = [row for row in of("gpu_check", rows) if row["seconds"]]
+    case = ("case", lambda row: row["case"].partition("; at most ")[0])
+    columns = (case, CONTENDER, SECONDS, ("time / predicted", predicted), MEMORY)
+    return section(timed, columns, lambda workload: f"Stage {workload['stage']}", compares=False)
 
 
 # ---- the head ops ----------------------------------------------------------------------------------------------------

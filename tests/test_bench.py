@@ -138,6 +138,16 @@ def test_rows_of_two_machines_name_theirs(bench):
     assert "| ours | – | 1,234 |" in text
 
 
+def test_the_table_of_a_gpu_has_what_was_timed_beside_its_prediction(bench):
+    workload = {"stage": "times", "part": "a", "check": "time"}
+    timed = row(bench="gpu_check", workload=workload, case="T = 8; at most 1.5", expected={"seconds": 1.6}, ratio=1.2)
+    compared = row(bench="gpu_check", workload=workload | {"check": "bits"}, case="same bits", seconds=None)
+    text = bench.table.gpu_table([timed, compared])
+    assert "Stage times" in text
+    assert "| T = 8 | ours | 2 (1.5 to 2.5, n = 3) | 1.25 | 1,234 |" in text
+    assert "same bits" not in text
+
+
 def test_a_table_stands_between_its_markers_only(bench):
     text = "before\n<!-- rows: trl -->\nstale\n<!-- end of rows -->\nafter"
     renewed = bench.table.with_tables(text, [])

@@ -340,6 +340,11 @@ def rehearse(tmp_path, *options, script=BENCH / "gpu_check.py", fault=None):
     return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
+def assert_no_row_hides_another(check, rows):
+    keys = [check.rows.key(row) for row in rows]
+    assert [key for key in keys if keys.count(key) > 1] == []
+
+
 def test_an_unknown_stage_is_refused_and_the_rows_of_before_stay(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"case": "kept"}\n')
     done, rows = rehearse(tmp_path, "--stage", "numerisc")
@@ -354,6 +359,8 @@ def test_the_stage_of_odd_shapes_rehearsed(check, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows.pop(0) == {"case": "kept"}
     assert all(set(check.rows.FIELDS) <= set(row) for row in rows)
+    assert len({row["date"] for row in rows}) == 1  # machine, versions and commit are asked once
+    assert_no_row_hides_another(check, rows)
     cases = "\n".join(row["case"] for row in rows)
     for part in ("transposed head", "unaligned", "float32 head under autocast", "0 tokens", "CUDA graphs: not run"):
         assert part in cases
@@ -365,6 +372,7 @@ def test_every_stage_rehearsed(check, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["workload"]["stage"] for row in rows} == set(check.stage.STAGES)
     assert not [row["case"] for row in rows if check.stage.FAILED in row["case"]]
+    assert_no_row_hides_another(check, rows)
 
 
 @pytest.mark.long
