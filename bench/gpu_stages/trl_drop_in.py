@@ -45,7 +45,8 @@ def beside_trl(sizes: Sizes) -> Iterator[Row]:
         )
         size = bench_trl.Size(bench_trl.ROWS, prompt, completion)
         for work, run in (("loss and gradient", bench_trl.train), ("log-probs", bench_trl.score)):
-            workload = {"check": "time", "work": work, "model": setting.model, "dtype": dtype_of(sizes), **size._asdict()}
+            names = {"check": "time", "work": work, "model": setting.model, "dtype": dtype_of(sizes)}
+            workload = names | size._asdict()
             case = f"{setting.model}, {size}, {work}"
             expected = predict(rates_of(sizes), flops=operations(trainers[bench_trl.OURS].model, size, run))
             yield from both(sizes, trainers, partial(run, size=size), case, workload, expected)
