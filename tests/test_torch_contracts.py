@@ -218,6 +218,56 @@ def test_gradients_outside_of_vmap(function, x):
     assert torch.allclose(mapped, torch.stack([gradient(function, x) for x in batch.detach()]), atol=1e-6)
 
 
+RECOMPUTED = {name: HEAD[name] for name in HEAD if name != "linear_policy_loss"}
+"""Those whose backward computes, or scales its gradients in place; with a frozen head one product is left."""
+
+
+@case({name: case for name, case in DIFFERENTIABLE.items() if name not in RECOMPUTED})
+def test_a_batch_of_gradients_is_right(function, x):
+    leaf, expected = x.clone().requires_grad_(), gradient(function, x)
+    (batched,) = torch.autograd.grad(total(function(leaf)), leaf, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    assert torch.allclose(batched, torch.stack([expected, 2 * expected]), atol=1e-6)
+
+
+@case(RECOMPUTED)
+def test_a_batch_of_gradients_is_refused(function, x):
+    leaf = x.clone().requires_grad_()
+    value = total(function(leaf))
+    with pytest.raises(
+        NotImplementedError, match=r"the backward of linear_\w+ is called with a batch of .*; call it once"
+    ):
+        torch.autograd.grad(value, leaf, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    jacobian = torch.autograd.functional.jacobian(lambda x: total(function(x)), x)
+    assert torch.allclose(jacobian, gradient(function, x), atol=1e-6)
+
+
+@case(HEAD | PAIRS)
+def test_a_second_derivative_is_refused(function, x):
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(total(function(leaf)), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice: .*; call amir_kernels.reference"):
+        first.square().sum().backward()
+
+
+@case(DIFFERENTIABLE)
+def test_torch_compiles_the_op_in_one_graph(function, x):
+    torch._dynamo.reset()
+    leaf = x.clone().requires_grad_()
+    value = torch.compile(lambda x: total(function(x)), backend="aot_eager", fullgraph=True)(leaf)
+    assert torch.allclose(torch.autograd.grad(value, leaf)[0], gradient(function, x), atol=1e-6)
+
+
+@case(DIFFERENTIABLE)
+def test_hooks_on_an_input_and_inference_mode(function, x):
+    leaf, seen = x.clone().requires_grad_(), []
+    leaf.register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
+    total(function(leaf)).backward()
+    assert torch.equal(seen[0], gradient(function, x))
+    assert torch.equal(leaf.grad, 2 * seen[0])
+    with torch.inference_mode():
+        assert torch.equal(total(function(x)), total(function(x.clone().requires_grad_())).detach())
+
+
 @case({name: CONSTANTS[name] for name in ("group_advantage", "pass_at_k_advantage")})
 def test_vmap_over_advantages_is_refused(function, x):
     with pytest.raises(NotImplementedError, match=r"inside torch.vmap, .*; pass all rows in one call"):

@@ -171,3 +171,15 @@ def check_vmap(op: str, tensors: Iterable[Tensor]) -> None:
             f"{op} is called inside torch.vmap, which is not supported; pass all rows in one call, and "
             "their groups as ids"
         )
+
+
+def check_batched_gradient(op: str, upstream: Iterable[Tensor | None]) -> None:
+    """Refuses gradients that `torch.autograd.grad(..., is_grads_batched=True)` batches."""
+    functorch = torch._C._functorch
+    batched = (functorch.is_batchedtensor, functorch.is_legacy_batchedtensor)
+    present = [grad for grad in upstream if grad is not None]
+    if not torch.compiler.is_compiling() and any(check(grad) for check in batched for grad in present):
+        raise NotImplementedError(
+            f"the backward of {op} is called with a batch of gradients, which is not supported; call it once for each "
+            "(is_grads_batched=False, vectorize=False)"
+        )

@@ -188,7 +188,7 @@ def grpo_trainer(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             config = kwargs.get("args", args[2] if len(args) > 2 else None)
             served = {} if getattr(config, "cast_lm_head_to_fp32", False) else {"BaseTunerLayer": _NoTunerLayer}
-            with _replaced(module, add_fused_lm_head=head, **served):
+            with _replaced(module, add_fused_lm_head=head, **served), _tied_head_is_named(config):
                 super().__init__(*args, **kwargs)
             if lambda_reg:
                 _refuse_for_pairs(self, ref_free)
@@ -258,6 +258,21 @@ def _replaced(module: types.ModuleType, **values: object) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+@contextmanager
+def _tied_head_is_named(config: Any) -> Iterator[None]:
+    """Names the reason where TRL looks for the input embeddings of a tied head in the wrong place: under an adapter."""
+    try:
+        yield
+    except AttributeError as error:
+        if getattr(config, "cast_lm_head_to_fp32", False) and error.name == "embed_tokens":
+            raise ValueError(
+                f"TRL {SUPPORTED_TRL} does not support cast_lm_head_to_fp32=True for an adapter on a model whose head "
+                "is tied to its input embeddings; untie them (config.tie_word_embeddings = False, and a copy of the "
+                "weight), or set cast_lm_head_to_fp32=False"
+            ) from error
+        raise
 
 
 def _refuse_for_pairs(trainer: Any, ref_free: bool) -> None:

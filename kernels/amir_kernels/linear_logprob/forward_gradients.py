@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_batched_gradient
 from .._double_backward import refuse_double_backward
 from .backward import GradientSums, LossGrad, RowCoefficients, coefficients_from_loss
 from .head import ROW_MULTIPLE, Head, PerInput, add_product, exact_products, round_up
@@ -280,6 +281,7 @@ class LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_batched_gradient("linear_policy_loss", (upstream,))
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_policy_loss computed its gradients in the forward and a first backward has used them up, so a "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._backend import refuse_capture
+from .._checks import check_batched_gradient
 from .._double_backward import refuse_double_backward
 from .backward import head_grads, row_coefficients
 from .head import Head, Lora, PerInput, exact_products
@@ -253,6 +254,7 @@ def _differentiate(
     if not ctx.with_entropy:
         grad_entropy = None
     upstream = (grad_logprob, grad_entropy, grad_lse)
+    check_batched_gradient("linear_logprob", upstream)
     with torch.no_grad():
         results = _linear_logprob_backward_op(*upstream, *stats, *call, needs_grad)
     grads = iter([refuse_double_backward("linear_logprob", grad, *upstream, *tensors) for grad in results])
