@@ -14,7 +14,7 @@ try:
     import typer
 
     from .config import RunConfig
-    from .config_reader import config_yaml, load_config, recipe_names
+    from .config_reader import config_yaml, load_config, recipe_names, resolved
     from .errors import ConfigError, RunDirectoryLost, RunStopped
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "pydantic", "yaml"):
@@ -78,7 +78,7 @@ def train(
     """Trains a run. Every setting is validated before anything is loaded."""
     config = load_config(run, set_) if _FIRST_RANK else None
     if dry_run and config:
-        typer.echo(config_yaml(config), nl=False)
+        typer.echo(_dry_run(config), nl=False)
     if dry_run:
         return
     _interrupt_on_signals()
@@ -101,6 +101,21 @@ def train(
     except (OSError, RunStopped) as error:
         typer.echo(f"amir: {error}{_how_to_continue(path)}", err=True)
         raise typer.Exit(FAILED) from None
+
+
+def _dry_run(config: RunConfig) -> str:
+    """The configuration as YAML, resolved where that needs no torch; a comment says how a run chooses the rest."""
+    lines = config_yaml(resolved(config)).splitlines()
+    return "".join(f"{line}{CHOSEN_BY_A_RUN.get(line, '')}\n" for line in lines)
+
+
+CHOSEN_BY_A_RUN = {
+    "device: auto": "  # cuda where torch finds a GPU, otherwise cpu",
+    "dtype: auto": "  # bfloat16 on a GPU, float32 on a CPU",
+    "threads: null": "  # torch's default",
+    "output_dir: null": "  # the first folder under runs/ without a run",
+}
+"""Comments on settings whose values depend on the machine; config.yaml of the run has the values."""
 
 
 @app.command()

@@ -493,4 +493,7 @@ def test_a_dry_run_prints_the_resolved_config_and_loads_no_torch(tmp_path) -> No
     script += "try: main()\nexcept SystemExit as e: print('exit', e.code)\nprint('torch' in sys.modules)"
     done = python("-c", script, cwd=tmp_path)
     assert "lambda_reg:" in done.stdout
+    for line in ("epsilon: 0.2", "epsilon_high: 0.28", "  timeout_seconds: 10.0"):
+        assert f"\n{line}\n" in done.stdout
+    assert "\ndevice: auto  # cuda where torch finds a GPU, otherwise cpu\n" in done.stdout
     assert done.stdout.endswith("exit 0\nFalse\n")
