@@ -47,7 +47,9 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = Report(say)
     with tempfile.TemporaryDirectory() as folder, options.out.open("a" if options.stage else "w") as file:
-        run_stages(options, Path(folder), report, writer(file.write, file.flush))
+        paths, unsuited = import_path(ROOT, options.wheels, Path(folder))
+        sys.path[:0] = map(str, paths)
+        run_stages(options, paths, unsuited, report, writer(file.write, file.flush))
     print(f"{report.rows} rows in {options.out}; {report.bad} of them fail the check")
     return int(report.bad > 0)
 
@@ -93,15 +95,20 @@ def writer(write: Callable[[str], object], flush: Callable[[], object]) -> Calla
     return keep
 
 
-def run_stages(options: argparse.Namespace, folder: Path, report: Report, keep: Callable[[Row], None]) -> None:
-    """Each stage in its processes; `folder` is for what is unpacked."""
+def run_stages(
+    options: argparse.Namespace,
+    paths: Sequence[Path],
+    unsuited: dict[str, str],
+    report: Report,
+    keep: Callable[[Row], None],
+) -> None:
+    """Each stage in its processes, which import from `paths` first; `unsuited` are wheels that are not on them."""
 
     def record(row: Row, own: bool) -> None:
         report.add(row, own)
         keep(row)
 
-    paths, left_out = import_path(ROOT, options.wheels, folder)
-    for name, reason in left_out.items():
+    for name, reason in unsuited.items():
         record(failed("wheel", name, reason), False)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

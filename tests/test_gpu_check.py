@@ -334,7 +334,11 @@ def test_libraries_for_another_toolkit_are_taken_out_of_a_wheel(check, tmp_path)
 def rehearse(tmp_path, *options, script=BENCH / "gpu_check.py", fault=None):
     """Runs the script on the CPU with tiny sizes; what it returned and the rows in its file."""
     out = tmp_path / "rows.jsonl"
-    environment = os.environ | {"FAULT": fault or ""}
+    other = tmp_path / "other"
+    for package in ("amir", "amir_kernels"):
+        (other / package).mkdir(parents=True)
+        (other / package / "__init__.py").write_text("raise ImportError('the packages of the tree come first')")
+    environment = os.environ | {"FAULT": fault or "", "PYTHONPATH": str(other)}
     command = [sys.executable, str(script), "--rehearse", "--out", str(out), *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
     return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
