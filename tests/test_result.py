@@ -128,5 +128,6 @@ def test_notices_end_with_their_context() -> None:
         said: list[str] = []
         notices.pass_to(said.append)
         notices.take("a\n b")
+        notices.take("`past_key_values` is deprecated. Use `cache` instead.")
     assert logging.getLogger().handlers == before
-    assert (len(said[0]), said[1]) == (2000, "a b")
+    assert (len(said[0]), *said[1:]) == (2000, "a b")

@@ -25,10 +25,10 @@ class Notices(logging.Handler):
         self.take(f"{record.name.partition('.')[0]}: {record.getMessage()}")
 
     def take(self, text: str) -> None:
-        """Takes a warning, as one line; a text that was taken before is left out."""
+        """Takes a warning, as one line; notices of deprecation, and a text that was taken before, are left out."""
         line = " ".join(ANSI.sub("", text).split())
         line = line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
-        if line in self._texts:
+        if line in self._texts or "deprecated" in line:
             return
         self._texts[line] = None
         if self._say is not None:
