@@ -105,6 +105,61 @@ def _with_known_home(text: str) -> str:
 PathText = Annotated[Text, AfterValidator(_with_known_home)]
 """A path, or a name that may be one; a leading `~` is the user's home folder."""
 
+Paths = PathText | Annotated[list[PathText], Field(min_length=1)]
+"""One path or several; `*`, `?`, `**` and `[...]` in a path match files."""
+
+
+def _file_text(path: str) -> str:
+    """The text of a file; ValueError if there is none, or it cannot be read."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file is not UTF-8 ({error}); save it as UTF-8") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no readable file has this path ({getattr(error, 'strerror', None) or error})") from None
+    if not text.strip():
+        raise ValueError("the file is empty; write the text into it")
+    return text
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def _resolved_template(text: str) -> str:
+    """A Jinja template as it is; otherwise that in the file which the text names."""
+    expected = "expected a Jinja template, which has {{ }} or {% %}, or the path of a file with one"
+    try:
+        template = text if _JINJA.search(text) else _file_text(text)
+    except ValueError as error:
+        raise ValueError(f"it is not a template, and {error}; {expected}") from None
+    if not _JINJA.search(template):
+        raise ValueError(f"the file is not a template; {expected}")
+    return template
+
+
+def _resolved_system_prompt(text: str) -> str:
+    """The text, the shipped name, or the text of the file that is named; a misspelt name or path is refused."""
+    if text in SYSTEM_PROMPTS or "\n" in text.strip():
+        return text
+    if _is_file(text):
+        return _file_text(text)
+    if re.search(r"\.(txt|md|jinja2?|j2)$", text):
+        raise ValueError("there is no such file; expected an existing file, a shipped name, or the text of the prompt")
+    near = nearest(text.strip().casefold(), SYSTEM_PROMPTS, cutoff=0.7)
+    if near and re.fullmatch(r"\s*[\w-]+\s*", text):
+        raise ValueError(
+            f"expected the text of the prompt, or a shipped name ({', '.join(SYSTEM_PROMPTS)}), and this is one word "
+            f"that resembles such a name{near}"
+        )
+    return text
+
+
+_JINJA = re.compile(r"\{\{|\{%")
+
 
 def by_name(value: object) -> object:
     """A name alone stands for the settings of that name: `gsm8k` for {name: gsm8k}."""
@@ -149,10 +204,13 @@ class LoraSettings(Settings):
 
 
 class ArithmeticTask(Settings):
-    """Sums of two operands from 0 to `max_operand`; `held_out` is the share of unordered pairs used for evaluation."""
+    """Sums of two operands from 0 to `max_operand`; `held_out` is the share of unordered pairs used for evaluation.
+
+    Above 198 a seeded choice of 20,000 pairs is used.
+    """
 
     name: Literal["arithmetic"]
-    max_operand: Annotated[int, Field(ge=4)] = 9
+    max_operand: Annotated[int, Field(ge=4, lt=10**100)] = 9
     held_out: Annotated[Number, Field(gt=0, le=0.5)] = 0.3
 
 
@@ -167,16 +225,18 @@ class Gsm8kTask(Settings):
 
 
 class DatasetTask(Settings):
-    """Rows of a .jsonl, .json, .csv, .tsv or .parquet file, or of the dataset that `datasets.load_dataset` reads.
+    """Rows of .jsonl, .json, .csv, .tsv or .parquet files, or of the dataset that `datasets.load_dataset` reads.
 
-    `prompt` is a template over columns, such as "{question}\\nAnswer:"; `messages` names a column of chat messages
-    instead. `answer_format`: "plain" takes the whole cell, "gsm8k" the text after the last ####, "boxed" the content of
-    the last \\boxed{}. Held-out examples are a share of the rows (`held_out`), or another file (`held_out_path`), or
-    another split of the same dataset (`held_out_split`); by default there are none.
+    `path` and `held_out_path` are one path or a list; they may have wildcards, and text files may be compressed (.gz,
+    .bz2, .xz). `prompt` is a template over columns, such as "{question}\\nAnswer:"; `messages` names a column of chat
+    messages instead. A dot leads to a field of a column, as in `reward_model.ground_truth`. `answer_format`: "plain"
+    takes the whole cell, "gsm8k" the text after the last ####, "boxed" the content of the last \\boxed{}. Held-out
+    examples are a share of the rows (`held_out`), or another file (`held_out_path`), or another split of the same
+    dataset (`held_out_split`); by default there are none.
     """
 
     name: Literal["dataset"]
-    path: PathText
+    path: Paths
     subset: Text | None = None
     split: Text | None = None  # "train" by default where load_dataset is used
     prompt: Text | None = None
@@ -184,7 +244,7 @@ class DatasetTask(Settings):
     answer: Text | None = "answer"
     answer_format: Literal["plain", "gsm8k", "boxed"] = "plain"
     held_out: Fraction | None = None
-    held_out_path: PathText | None = None
+    held_out_path: Paths | None = None
     held_out_split: Text | None = None
 
     @model_validator(mode="after")
@@ -337,8 +397,9 @@ class RunConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     liger_layers: bool = False  # uses Liger's kernels for norms, rotary embeddings and MLPs
-    chat_template: str | None = None
-    system_prompt: Text | None = None  # a text, or the name of one of SYSTEM_PROMPTS
+    chat_template: Annotated[str, AfterValidator(_resolved_template)] | None = None  # a Jinja template, or its file
+    # a text, a file with it, or the name of one of SYSTEM_PROMPTS
+    system_prompt: Annotated[Text, AfterValidator(_resolved_system_prompt)] | None = None
     # data
     task: Annotated[ArithmeticTask | Gsm8kTask | DatasetTask, Field(discriminator="name")]
     overlong_prompts: Literal["drop", "refuse"] = "drop"

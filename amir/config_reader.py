@@ -179,7 +179,7 @@ AS_TYPED = {
 }
 """What to type for each of these keys."""
 
-_UNION_MEMBER = re.compile(r"str$|constrained|list\[")
+_UNION_MEMBER = re.compile(r"str$|constrained|function-|list\[")
 """Parts of an error's location that name a type of a value instead of a key."""
 
 

@@ -38,7 +38,14 @@ from .run.machine import process_description
 from .run.metrics import Clock, batch_sums, evaluation_metrics, step_metrics
 from .run.signals import StopSignals
 from .tasks import Example, Task
-from .tasks.prompts import Prompt, encode_prompts, fix_date, refuse_foreign_tokenizer, refuse_missing_prompts
+from .tasks.prompts import (
+    Prompt,
+    describe_prompts,
+    encode_prompts,
+    fix_date,
+    refuse_foreign_tokenizer,
+    refuse_missing_prompts,
+)
 from .update.batch import Batch, make_batch
 from .update.gradient import backward, make_objective, reference_logprobs
 from .update.micro_batches import TokenBudget
@@ -194,6 +201,8 @@ class Trainer:
         process = process_description(self.ranks.size, self.finished_steps)
         self.directory.start(self.resolved, process, self.contents)
         self.display.begin(self.finished_steps)
+        for line in [*describe_prompts(self.prompts, self.policy.tokenizer, self.config), *self.rewards.notes]:
+            self.say(line)
         if self.policy.why_unpacked:
             self.say(
                 "training without packing, each completion with its own copy of the prompt, because "
@@ -278,8 +287,10 @@ class Trainer:
         return [self.prompts[orders[place // size][place % size]] for place in places]
 
     def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
-        vocabulary = self.policy.vocabulary_size
-        return encode_prompts(examples, self.policy.tokenizer, self.config, name, vocabulary, self.say, limit)
+        policy = self.policy
+        return encode_prompts(
+            examples, policy.tokenizer, self.config, name, policy.vocabulary_size, self.say, limit, policy.eos_ids
+        )
 
 
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:

@@ -11,7 +11,7 @@ from amir.config import DatasetTask
 from amir.errors import ConfigError
 from amir.tasks import TASKS, Example, Task
 from amir.tasks.prompts import encode_prompts, prompt_ids, refuse_foreign_tokenizer
-from amir.tasks.rows import read_rows
+from amir.tasks.rows import COMPRESSED, read_rows
 from tiny import VOCAB, run_config, tokenizer
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "topic": "sums\nand, more"} for n in range(10)]
@@ -189,6 +189,15 @@ LINES = [
         "line 3: column 'question' is a dict; expected text, a number, or a list",
     ),
     ('{"question": "q", "answer": ""}', "line 3: column 'answer' is ''; answer_format = 'plain' expects text"),
+    (
+        '{"question": {"a": {"b": 1}}, "answer": "1"}',
+        "or a list of those; name one of its fields, question.a.b",
+    ),
+    ('{"question": {}, "answer": "1"}', "line 3: column 'question' is a dict; expected text"),
+    ('{"question": ["a", null], "answer": "1"}', "line 3: column 'question' is None; expected text or a finite number"),
+    ('{"question": "q", "answer": [NaN]}', "line 3: column 'answer' is nan; expected text or a finite number"),
+    ('{"question": "q", "question": "p", "answer": "1"}', "line 3: key 'question' is a duplicate; remove one of the"),
+    ('{"question": "q", "answer": "1", "x": [{"y": 1, "y": 1}]}', "line 3: key 'y' is a duplicate; remove one of the"),
     ('{"question": "q", "answer": [[1]]}', "line 3: column 'answer' is a list; expected text, a number, or a list of"),
 ]
 
@@ -233,6 +242,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str, words: str
             "message 0 is {'role': 'usr', 'content': 'q'}; expected a role (system, user",
         ),
         ([{"role": "user", "content": 3}], "message 0 is {'role': 'user', 'content': 3}; expected a role"),
+        ([{"role": "user", "content": " \n"}], "its prompt is empty (' \\n'); correct or remove the row"),
         (CHAT[:3], "ends with a message of role 'assistant'; expected the user's last"),
     ],
 )
@@ -243,9 +253,22 @@ def test_broken_messages_are_named(tmp_path: Path, messages: object, words: str)
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("prompt", ["{question", "{question.upper}", "{question!r}", "{question:>9}", "{}", "{0}"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "{question",
+        "{question.upper}",
+        "{question!r}",
+        "question",
+        "./prompt.txt",
+        "{{question}}",
+        "{question:>9}",
+        "{}",
+        "{0}",
+    ],
+)
 def test_a_template_takes_columns_alone(tmp_path: Path, prompt: str) -> None:
-    words = r"task.prompt = '\{.*(; write a literal brace|expected only the name)|no column .*; expected one of"
+    words = r"task.prompt = '.*(; write a literal|expected only the name|names no column)|no column .*; expected one of"
     with pytest.raises(ConfigError, match=words):
         load(write(tmp_path / "rows.jsonl", ROWS), prompt=prompt)
 
@@ -296,3 +319,98 @@ def test_tokens_that_the_model_does_not_have_are_refused() -> None:
         ConfigError, match=r"prompt 2 has the token 98; the model's embeddings have 98 tokens\. Use the"
     ):
         encode_prompts([Example("a", "1"), Example("<image>", "1")], tiny, run_config(), "training", 98, print)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        ({"extra": {"problem": "2+2"}, "answer": 4}, {"prompt": "{extra.problem}?"}, ("2+2?", "4")),
+        ({"q": "2+2", "reward_model": {"ground_truth": "4"}}, {"answer": "reward_model.ground_truth"}, ("2+2", "4")),
+        ({"q": "2+2", "a": {"b": {"c": ["3", "4"]}}}, {"answer": "a.b.c.1"}, ("2+2", "4")),
+        ({"q": "2+2", "a": {"b": ["3", "4"]}}, {"answer": "a.b"}, ("2+2", "3, 4")),
+        ({"q": "2+2", "a.b": "4", "a": {"b": "5"}}, {"answer": "a.b"}, ("2+2", "4")),
+    ],
+)
+def test_a_dot_leads_to_a_field(tmp_path: Path, row: dict[str, Any], columns: dict[str, str], expected: object) -> None:
+    example = load(write(tmp_path / "rows.jsonl", [row]), **{"prompt": "{q}"} | columns).train[0]
+    assert (example.question, example.answer) == expected
+    assert example.columns == row
+
+
+def test_rows_made_for_verl_are_read(tmp_path: Path) -> None:
+    row = {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "sums"}
+    path = write(tmp_path / "rows.parquet", [row])
+    example = load(path, messages="prompt", answer="reward_model.ground_truth").train[0]
+    assert (example.question, example.answer, len(example.messages)) == ("and 2 + 2", "4", 4)
+    assert example.columns["reward_model"] == row["reward_model"]
+    with pytest.raises(ConfigError, match=r"is a dict; .*one of its fields, reward_model.style, reward_model.gr"):
+        load(path, messages="prompt", answer="reward_model")
+    with pytest.raises(ConfigError, match=r"no column 'reward_model.gold'; expected one of .*'reward_model.ground"):
+        load(path, messages="prompt", answer="reward_model.gold")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [("0.00001", "0.00001"), ("1e-7", "0.0000001"), ("1e22", "1" + "0" * 22), ("2.50", "2.5"), ("-0.5", "-0.5")],
+)
+def test_numbers_are_texts_without_an_exponent(tmp_path: Path, number: str, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"question": {number}, "answer": {number}}}\n')
+    example = load(tmp_path / "rows.jsonl").train[0]
+    assert (example.question, example.answer) == (text, text)
+    assert example.columns["answer"] == float(number)
+
+
+def test_no_length_is_too_long(tmp_path: Path) -> None:
+    """The defaults of csv (131,072 characters a cell) and of Python's integers (4,300 digits) do not apply."""
+    limit = csv.field_size_limit()
+    long = [{"question": "x" * 140_000, "answer": "4"}, {"question": "y", "answer": "z\n" * 100_000 + "z"}]
+    for name in ("rows.csv", "rows.tsv", "rows.jsonl", "rows.json"):
+        assert [e.columns for e in load(write(tmp_path / name, long)).train] == long
+    assert csv.field_size_limit() == limit
+    (tmp_path / "digits.jsonl").write_text(f'{{"question": "q", "answer": -{"7" * 5000}}}\n')
+    assert load(tmp_path / "digits.jsonl").train[0].answer == "-" + "7" * 5000
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv"])
+def test_text_files_may_be_compressed(tmp_path: Path, ending: str, suffix: str) -> None:
+    plain = write(tmp_path / f"rows.{ending}", ROWS)
+    packed = plain.with_name(plain.name + suffix)
+    with COMPRESSED[suffix](packed, "wb") as file:
+        file.write(plain.read_bytes())
+    assert [e.columns for e in load(packed).train] == ROWS
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=rf"rows.{ending}{suffix}: cannot be read \(.*\); expected a readable file"):
+        load(packed)
+    packed.write_bytes(b"question,answer\n1,2\n")
+    with pytest.raises(ConfigError, match=rf"rows.{ending}{suffix}: cannot be read \(.*\); expected a readable file"):
+        load(packed)
+
+
+def test_several_files_are_one_table(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"part-{number}.jsonl", ROWS[number : number + 1])
+    write(tmp_path / "more.csv", ROWS[5:7])
+    write(tmp_path / "odd[1].jsonl", ROWS[8:9])
+    whole = load(tmp_path / "part-*.jsonl")
+    assert [e.columns for e in whole.train] == ROWS[:3]
+    assert whole.train[1].place.endswith("part-1.jsonl, line 1")
+    paths = [str(tmp_path / name) for name in ("more.csv", "part-[02].jsonl", "odd[1].jsonl")]
+    settings = {"name": "dataset", "prompt": "{question}", "path": paths, "held_out_path": [str(tmp_path / "more.csv")]}
+    task = TASKS["dataset"](DatasetTask.model_validate(settings))
+    assert [e.columns for e in task.train] == [ROWS[0], ROWS[2], ROWS[8]]
+    assert [e.columns for e in task.held_out] == ROWS[5:7]
+    with pytest.raises(ConfigError, match=r"absent-\*.jsonl': no file matches this pattern; expected at least one"):
+        load(tmp_path / "absent-*.jsonl")
+    with pytest.raises(ConfigError, match=r"part-0.jsonl' is a duplicate; name each file once"):
+        read_rows([str(tmp_path / "part-*.jsonl"), str(tmp_path / "part-0.jsonl")])
+    with pytest.raises(ConfigError, match=r"absent.jsonl': no such file"):
+        read_rows([str(tmp_path / "more.csv"), str(tmp_path / "absent.jsonl")])
+
+
+def test_a_row_without_any_text_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": " ", "context": "", "answer": "4"}])
+    with pytest.raises(ConfigError, match=r"line 1: its prompt is empty \('Q:  A:"):
+        load(path, prompt="Q: {question}A:{context}")
+    filled = write(tmp_path / "filled.jsonl", [{"question": "q", "context": "", "answer": "4"}])
+    assert load(filled, prompt="{context} {question}").train[0].question == " q"

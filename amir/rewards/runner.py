@@ -3,7 +3,9 @@
 A user's function is called once for all completions of a step, with keywords: `prompts` and `completions` (texts, or
 lists of messages with `conversational`), `answers`, `completion_ids` (lists of token ids), and every column of the
 task's rows, each a list with one value per completion. It gets the keywords that its signature names, or all of them if
-it has `**kwargs`. It returns one number per completion; None or NaN leaves that completion unscored.
+it has `**kwargs`. If named, it also gets `response_prefixes`, what the chat template began each response with, and
+`rows`, the whole row of each completion. It returns one number per completion; None or NaN leaves that completion
+unscored.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,9 @@ START_SECONDS = 300.0
 
 OURS = ("prompts", "completions", "answers", "completion_ids")
 """Keywords that a column of the same name does not replace."""
+
+NAMED_ONLY = ("response_prefixes", "rows")
+"""Keywords for functions whose signature names them; `**` alone does not get them."""
 
 
 class RewardFunction(Protocol):
@@ -62,6 +67,8 @@ class Rewards:
         limits = [s.timeout_seconds for s in settings if s.name == "correctness" and s.timeout_seconds]
         self.correctness = Correctness(limits[0] if limits else JUDGE_SECONDS)
         offered = [*OURS, *(c for c in columns if c not in OURS)]
+        self.notes = _hidden_columns(columns) if any(s.function for s in settings) else []
+        """lines to report before the run starts"""
         self._functions = {s.label: _Function(s, offered) for s in settings if s.function is not None}
         try:
             for function in self._functions.values():
@@ -71,13 +78,17 @@ class Rewards:
             raise
 
     def __call__(self, examples: Sequence[Example], completions: list[str], completion_ids: list[list[int]]) -> Scores:
-        """Scores of the completions; `examples` has the example of each."""
+        """Scores of the completions; `examples` has the example of each.
+
+        Shipped rewards read the whole response: what the chat template began it with, and the completion.
+        """
         pending = [f.begin(examples, completions, completion_ids) for f in self._functions.values()]
         notes: list[str] = []
-        inputs = {"completions": completions, "lengths": [len(ids) for ids in completion_ids]}
+        responses = [example.response_prefix + text for example, text in zip(examples, completions, strict=True)]
+        inputs = {"completions": responses, "lengths": [len(ids) for ids in completion_ids]}
         uncompared = self.correctness.uncompared
         if NEED_ANSWERS & {s.name for s in self.settings}:
-            inputs["correct"] = self.correctness(completions, [example.answer or "" for example in examples])
+            inputs["correct"] = self.correctness(responses, [example.answer or "" for example in examples])
         if judged_late := self.correctness.uncompared - uncompared:
             notes.append(
                 f"reward correctness: {judged_late} answers could not be compared within "
@@ -143,8 +154,11 @@ class _Function:
             "completions": [[{"role": "assistant", "content": text}] for text in completions] if chat else completions,
             "answers": [e.answer for e in examples],
             "completion_ids": completion_ids,
+            "response_prefixes": [e.response_prefix for e in examples],
+            "rows": [e.columns for e in examples],
         }
-        columns = {name: [e.columns.get(name) for e in examples] for name in self._keywords if name not in OURS}
+        own = [name for name in self._keywords if name in self._offered and name not in OURS]
+        columns = {name: [e.columns.get(name) for e in examples] for name in own}
         keywords = {name: (offered | columns)[name] for name in self._keywords} | self._settings.arguments
         work = (self._settings.function, len(completions), keywords)
         return self._pool.schedule(worker.call, args=work, timeout=self._seconds)
@@ -169,7 +183,7 @@ class _Function:
         self._pool.join()
 
     def _import(self) -> ProcessFuture:
-        work = (self._settings.function, self._settings.arguments, self._offered)
+        work = (self._settings.function, self._settings.arguments, self._offered, NAMED_ONLY)
         return self._pool.schedule(worker.parameters, args=work, timeout=START_SECONDS)
 
     def _error_of(self, future: ProcessFuture, seconds: float) -> BaseException | None:
@@ -178,6 +192,16 @@ class _Function:
         except FutureTimeout as late:
             future.cancel()
             return late
+
+
+def _hidden_columns(columns: Sequence[str]) -> list[str]:
+    """A note for each column that has the name of one of the run's own keywords."""
+    return [
+        f"the data has a column {name!r}, which reward functions do not get as `{name}`, because that is the run's "
+        "own; rename the column, or read it from the keyword `rows`"
+        for name in columns
+        if name in OURS
+    ]
 
 
 def _is_timeout(error: BaseException) -> bool:

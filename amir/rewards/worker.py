@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -50,20 +50,25 @@ def _wait_for_parent() -> None:
         os._exit(1)
 
 
-def parameters(spec: str, arguments: dict[str, Any], offered: list[str]) -> list[str]:
-    """The `offered` keywords that the function takes; RewardError if it cannot be imported or called."""
-    return accepted_keywords(find(spec), arguments, offered)
+def parameters(spec: str, arguments: dict[str, Any], offered: list[str], named_only: Sequence[str] = ()) -> list[str]:
+    """The keywords that the function takes; RewardError if it cannot be imported or called."""
+    return accepted_keywords(find(spec), arguments, offered, named_only)
 
 
-def accepted_keywords(function: Callable[..., Any], arguments: dict[str, Any], offered: list[str]) -> list[str]:
-    """The `offered` keywords that a function takes in addition to its `arguments`; RewardError if it needs others."""
+def accepted_keywords(
+    function: Callable[..., Any], arguments: dict[str, Any], offered: list[str], named_only: Sequence[str] = ()
+) -> list[str]:
+    """The `offered` keywords that a function takes in addition to its `arguments`; RewardError if it needs others.
+
+    A function with `**` takes all of them, except those in `named_only`, which its signature must name.
+    """
     signature = _signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     named = {name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {name for name, p in signature.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     if by_position := sorted(name for name in required if name not in named):
         raise RewardError(f"takes {by_position[0]!r} by position, and is called with keywords only; make it a keyword")
-    if missing := sorted(required - set(offered) - arguments.keys()):
+    if missing := sorted(required - {*offered, *named_only} - arguments.keys()):
         raise RewardError(
             f"needs {', '.join(missing)}, and gets {', '.join(offered)}; set others in `arguments`, or give them "
             "defaults"
@@ -72,7 +77,9 @@ def accepted_keywords(function: Callable[..., Any], arguments: dict[str, Any], o
         raise RewardError(
             f"takes no argument {unknown[0]!r}, only {', '.join(sorted(named))}; remove it from `arguments`"
         )
-    return [name for name in offered if (takes_all or name in named) and name not in arguments]
+    taken = [name for name in offered if takes_all or name in named]
+    taken += [name for name in named_only if name in named and name not in offered]
+    return [name for name in taken if name not in arguments]
 
 
 def call(spec: str, count: int, keywords: dict[str, Any]) -> list[float]:

@@ -79,10 +79,13 @@ def completion_records(
     """The rows of completions/, one per completion. `scores` `[B, F]`."""
     names = [reward.label for reward in config.rewards]
     rewards = total_reward(scores, config.rewards)
+    own = [prompt for prompt in prompts for _ in range(rollout.group_size)]
     return [
         {
-            "question": prompts[row // rollout.group_size].example.question,
-            "answer": prompts[row // rollout.group_size].example.answer,
+            "question": own[row].example.question,
+            "answer": own[row].example.answer,
+            "prompt": own[row].text,
+            "response_prefix": own[row].example.response_prefix,
             "completion": text,
             "reward": float(rewards[row]),
             "rewards": {

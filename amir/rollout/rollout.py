@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..errors import RunStopped
 from ..policy.policy import Policy
+from ..tasks.decoding import decode_continuation
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Rollout:
 
     prompts: list[list[int]]  # N token id lists
     completions: list[list[int]]  # B token id lists, each with the EOS that ended it
-    texts: list[str]  # B, without special tokens
+    texts: list[str]  # B, what was sampled, special tokens included, without the EOS at the end
     truncated: list[bool]  # B, no EOS within the allowed length
     logprobs: list[list[float]] | None = None
     """the sampler's log-probs of each completion's tokens, nats at the training temperature; NaN for a missing one.
@@ -88,11 +89,17 @@ def make_rollout(
         known = [_known_logprobs(row, len(ids)) for row, ids in zip(logprobs, completions, strict=True)]
     lengths = [completion_length(ids, policy.eos_ids) for ids in completions]
     kept = [list(ids[:length]) for ids, length in zip(completions, lengths, strict=True)]
+    truncated = [not ids or ids[-1] not in policy.eos_ids for ids in kept]
+    group_size = len(kept) // len(prompts)
+    texts = [
+        decode_continuation(policy.tokenizer, prompts[row // group_size], ids if truncated[row] else ids[:-1])
+        for row, ids in enumerate(kept)
+    ]
     rollout = Rollout(
         prompts,
         kept,
-        [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept],
-        [not ids or ids[-1] not in policy.eos_ids for ids in kept],
+        texts,
+        truncated,
         unusable=unusable,
     )
     if known is None:

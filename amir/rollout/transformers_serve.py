@@ -17,6 +17,7 @@ from transformers.pipelines import pipeline
 
 from ..errors import ConfigError
 from ..policy.policy import Policy
+from ..tasks.decoding import decode
 from .generate import generation_config
 from .http_client import Client
 from .server import Completion, Probe
@@ -79,7 +80,7 @@ class TransformersServe:
 
     def _as_text(self, prompt: list[int]) -> str:
         tokenizer = self._policy.tokenizer
-        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        text = decode(tokenizer, prompt)
         for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
             if tokenizer(candidate)["input_ids"] == prompt:
                 return candidate

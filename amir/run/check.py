@@ -55,7 +55,9 @@ def _prompts(
     refuse_foreign_tokenizer(policy.tokenizer, special, policy.vocabulary_size)
     bounds = {"training": limit, "held-out": config.eval_prompts if limit is None else min(limit, config.eval_prompts)}
     prompts = {
-        name: encode_prompts(examples, policy.tokenizer, config, name, policy.vocabulary_size, say, bounds[name])
+        name: encode_prompts(
+            examples, policy.tokenizer, config, name, policy.vocabulary_size, say, bounds[name], policy.eos_ids
+        )
         for name, examples in (("training", task.train), ("held-out", task.held_out))
     }
     refuse_missing_prompts(prompts["training"], prompts["held-out"], task, config)

@@ -3,6 +3,7 @@
 import math
 import random
 import string
+from decimal import Decimal
 from typing import Any
 
 from ..config import DatasetTask
@@ -62,6 +63,11 @@ def _template(prompt: str) -> Template:
                 f"task.prompt = {prompt!r}: expected only the name of a column in braces; write a literal brace of the "
                 "text as {{ or }}"
             )
+    if all(column is None for _, column, _, _ in parts):
+        raise ConfigError(
+            f"task.prompt = {prompt!r}: it names no column, so every prompt would be the same; put the name of a "
+            "column in braces, such as {question}"
+        )
     return [(text, column) for text, column, _, _ in parts]
 
 
@@ -69,37 +75,68 @@ def _example(place: str, row: dict[str, Any], template: Template | None, setting
     answer = None if settings.answer is None else _answer(place, row, settings)
     if template is None:
         messages = _messages(place, row, settings.messages or "")
-        return Example(messages[-1]["content"], answer, messages, row, place)
-    question = "".join(text + ("" if column is None else _text(place, row, column)) for text, column in template)
-    if not question.strip():
+        question = filled = messages[-1]["content"]
+    else:
+        messages = ()
+        cells = ["" if column is None else _text(place, row, column) for _, column in template]
+        question = "".join(text + cell for (text, _), cell in zip(template, cells, strict=True))
+        filled = "".join(cells)
+    if not filled.strip():
         raise ConfigError(f"{place}: its prompt is empty ({question!r:.60}); correct or remove the row")
-    return Example(question, answer, columns=row, place=place)
+    return Example(question, answer, messages, row, place)
 
 
 def _value(place: str, row: dict[str, Any], column: str) -> Any:
-    if column not in row:
-        raise ConfigError(f"{place}: no column {column!r}; expected one of {', '.join(map(repr, row))}")
-    value = row[column]
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{place}: column {column!r} is {value}; expected text or a finite number")
+    """The value of a column, or of a field in it, as in `reward_model.ground_truth` or `choices.0`."""
+    value: Any = row
+    for name in [column] if column in row else column.split("."):
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            raise ConfigError(f"{place}: no column {column!r}; expected one of {', '.join(map(repr, _names(row)))}")
+    if missing := [part for part in (value if isinstance(value, list) else [value]) if _is_missing(part)]:
+        raise ConfigError(f"{place}: column {column!r} is {missing[0]}; expected text or a finite number")
     return value
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float | Decimal) and not math.isfinite(value))
+
+
+def _names(row: dict[str, Any]) -> list[str]:
+    """The columns of a row; of a column with fields, its fields."""
+    return [
+        full
+        for name, value in row.items()
+        for full in ([f"{name}.{field}" for field in _names(value)] if isinstance(value, dict) and value else [name])
+    ]
 
 
 def _text(place: str, row: dict[str, Any], column: str) -> str:
     """A cell as text; the entries of a list become lines."""
     value = _value(place, row, column)
     parts = value if isinstance(value, list) else [value]
-    if not all(isinstance(part, str | int | float) for part in parts):
+    if not all(isinstance(part, str | int | float | Decimal) for part in parts):
+        names = ", ".join(_names({column: value})) if isinstance(value, dict) and value else ""
         raise ConfigError(
             f"{place}: column {column!r} is a {type(value).__name__}; expected text, a number, or a list of those"
+            + f"; name one of its fields, {names:.200}" * bool(names)
         )
-    return "\n".join(map(str, parts))
+    return "\n".join(map(_plain, parts))
+
+
+def _plain(part: str | float | Decimal) -> str:
+    """Text, or a number without an exponent: 0.00001, and not Python's 1e-05."""
+    return format(Decimal(str(part)), "f") if isinstance(part, float | Decimal) else str(part)
 
 
 def _answer(place: str, row: dict[str, Any], settings: DatasetTask) -> str:
-    text = _text(place, row, settings.answer or "")
+    column = settings.answer or ""
+    text = _text(place, row, column)
     if settings.answer_format == "plain":
-        answer = ", ".join(text.split("\n")) if isinstance(row[settings.answer or ""], list) else text.strip()
+        answer = ", ".join(text.split("\n")) if isinstance(_value(place, row, column), list) else text.strip()
     elif settings.answer_format == "gsm8k":
         answer = text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
     else:
@@ -107,7 +144,7 @@ def _answer(place: str, row: dict[str, Any], settings: DatasetTask) -> str:
     if not answer:
         expected = {"plain": "text", "gsm8k": "'####' and a final answer", "boxed": "an answer in \\boxed{}"}
         raise ConfigError(
-            f"{place}: column {settings.answer!r} is {text[:60]!r}; answer_format = {settings.answer_format!r} expects "
+            f"{place}: column {column!r} is {text[:60]!r}; answer_format = {settings.answer_format!r} expects "
             f"{expected[settings.answer_format]}"
         )
     return answer

@@ -17,6 +17,8 @@ class Example:
     """the row of the data, for reward functions"""
     place: str = ""
     """where the row is, such as "rows.jsonl, line 3", for error messages"""
+    response_prefix: str = ""
+    """what the chat template begins each response with, such as "<think>\\n"; known once the prompt is encoded"""
 
     def chat(self) -> list[dict[str, str]]:
         """The conversation, without the run's own system prompt."""
