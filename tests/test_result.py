@@ -121,6 +121,15 @@ def test_an_ordinary_run_has_no_notices(tmp_path: Path, monkeypatch: pytest.Monk
     assert taken == []
 
 
+def test_deprecations_inside_libraries_are_no_notices() -> None:
+    said: list[str] = []
+    with library_notices() as notices:
+        notices.pass_to(said.append)
+        logging.getLogger("transformers.generation").warning("`past_key_values` is deprecated. Use `cache` instead.")
+        logging.getLogger("transformers.generation").warning("the pad token is not set")
+    assert said == ["transformers: the pad token is not set"]
+
+
 def test_notices_end_with_their_context() -> None:
     before = logging.getLogger().handlers[:]
     with library_notices() as notices:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from transformers.utils import logging as transformers_logging
 
 LONGEST = 2000
+DEPRECATION = re.compile(r"\bdeprecat", re.IGNORECASE)
+"""Such notices are for the callers of a library, which its user is not."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -21,8 +23,10 @@ class Notices(logging.Handler):
         self._say: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes a record of a library's logger."""
-        self.take(f"{record.name.partition('.')[0]}: {record.getMessage()}")
+        """Takes a record of a library's logger; notices of deprecation are left out."""
+        message = record.getMessage()
+        if not DEPRECATION.search(message):
+            self.take(f"{record.name.partition('.')[0]}: {message}")
 
     def take(self, text: str) -> None:
         """Takes a warning, as one line; notices of deprecation, and a text that was taken before, are left out."""
