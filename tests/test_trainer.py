@@ -292,7 +292,9 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path, lora: dict[str, int] 
     made, wider = policy(run_config(lora=lora)), model()
     optimizer = make_optimizer(run_config(), made.trainable())
     path = save_checkpoint(tmp_path, 1, 3, made.model, optimizer, made.trainable())
-    wider.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 96, bias=False)
+    mlp = wider.model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(32, 96, bias=False) for _ in range(2))
+    mlp.down_proj = torch.nn.Linear(96, 32, bias=False)
     other = wrap_policy(wider, tokenizer(), run_config(lora=lora))
     with pytest.raises(ConfigError, match="another model or adapter"):
         load_checkpoint(path, other.model, make_optimizer(run_config(), other.trainable()), other.trainable())
@@ -426,8 +428,8 @@ def test_without_the_trainers_packages_the_command_says_what_to_install(tmp_path
     assert done.stderr == f"amir: the trainer needs {missing}: pip install 'amir-grpo[train]'\n"
 
 
-@pytest.mark.parametrize("logger", ["bitsandbytes.backends.cpu.ops", "transformers"])
-def test_a_run_shows_no_warnings_and_bars_of_libraries(tmp_path, logger: str) -> None:
+def test_a_run_shows_no_bars_of_libraries_and_no_needless_notice(tmp_path) -> None:
+    logger = "bitsandbytes.backends.cpu.ops"
     script = "import logging, amir.__main__ as command; command._quiet_libraries()\n"
     script += f"logging.getLogger({logger!r}).warning('foreign'); logging.getLogger({logger!r}).error('wrong')\n"
     script += "from tqdm.auto import tqdm; list(tqdm([1], desc='foreign'))"
