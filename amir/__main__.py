@@ -74,8 +74,13 @@ def train(
     check: Annotated[
         bool, typer.Option("--check", help="try data, prompts, rewards and the model's configuration without weights")
     ] = False,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, metavar="N", help="share the work among N processes of this machine")
+    ] = 1,
 ) -> None:
     """Trains a run. Every setting is validated before anything is loaded."""
+    if processes > 1 and not (dry_run or check):
+        raise typer.Exit(_run_in_processes(processes, run, set_ or [], resume, resume_if_present))
     config = load_config(run, set_) if _FIRST_RANK else None
     if dry_run and config:
         typer.echo(_dry_run(config), nl=False)
@@ -101,6 +106,17 @@ def train(
     except (OSError, RunStopped) as error:
         typer.echo(f"amir: {error}{_how_to_continue(path)}", err=True)
         raise typer.Exit(FAILED) from None
+
+
+def _run_in_processes(count: int, run: str, overrides: list[str], resume: bool, resume_if_present: bool) -> int:
+    """The exit code of `amir train` in `count` processes; ConfigError if torchrun has started this one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(f"--processes {count}: torchrun has started the processes already; leave --processes out")
+    from .run.processes import run_in_processes
+
+    flags = {"--resume": resume, "--resume-if-present": resume_if_present}
+    words = [f"--set={override}" for override in overrides] + [flag for flag, is_set in flags.items() if is_set]
+    return run_in_processes(count, ["train", run, *words])
 
 
 def _dry_run(config: RunConfig) -> str:

@@ -309,7 +309,7 @@ ROWS: dict[str, str] = {
     "only activations are offloaded: set `offload_activations`": """
         param_offload optimizer_offload adam_offload cpu_offload offload_policy
     """,
-    "start one process per GPU with torchrun (docs/hardware.md); leave it out": """
+    "start one process per GPU with --processes (docs/hardware.md); leave it out": """
         n_gpus gpus devices n_gpus_per_node nnodes num_nodes num_gpus num_processes world_size local_rank strategy
         fsdp fsdp_config deepspeed deepspeed_config ds_config zero_stage ds3_gather_for_generation
         accelerator_config parallelism_config ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb

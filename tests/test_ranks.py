@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
+from amir.__main__ import _run_in_processes
 from amir.config_reader import config_yaml
 from amir.distributed import Ranks
+from amir.errors import ConfigError
 from amir.update.micro_batches import MicroBatch, assign
 from tiny import model, run_config, tokenizer
 from vllm_like import VllmLike
@@ -274,6 +276,28 @@ def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
         assert (tmp_path / "bad" / "log.txt").read_text().count(words.split("...")[0]) == 1
     if "save_steps" in changes:
         assert (tmp_path / "bad" / "checkpoints" / "step-1" / "state.json").exists()
+
+
+def test_a_run_in_processes_ends_with_its_own_word_alone(tmp_path) -> None:
+    """Unlike torchrun, which adds a traceback."""
+    command = [
+        sys.executable,
+        "-m",
+        "amir",
+        "train",
+        prepared(tmp_path, "bad", "learning_rat: 1\n"),
+        "--processes",
+        "2",
+    ]
+    done = subprocess.run(command, env=script()[1], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == REFUSED
+    assert re.fullmatch(r"amir: .*unknown key 'learning_rat'.*\n", done.stderr), done.stderr
+
+
+def test_processes_inside_of_torchrun_are_refused(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "given")
+    with pytest.raises(ConfigError, match="--processes 2: torchrun has started the processes already; leave --proc"):
+        _run_in_processes(2, "quickstart", [], resume=False, resume_if_present=False)
 
 
 def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:

@@ -134,27 +134,30 @@ def test_ignored_signals_stay_ignored() -> None:
 
 
 def begun(folder: Path, *launch: str, script: str = "", **changes: object) -> subprocess.Popen[str]:
-    """The command of a run of thousands of short steps, once its first steps are recorded in FOLDER/run."""
+    """The script of tests/ranked_run.py, started by `launch`, as in `started`; `script` runs before it."""
+    (folder / "started.py").write_text(
+        script + "import runpy, sys\nrunpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    )
+    return started(folder, *launch, str(folder / "started.py"), str(HERE / "ranked_run.py"), **changes)
+
+
+def started(folder: Path, *command: str, **changes: object) -> subprocess.Popen[str]:
+    """Python with `command` and a run of thousands of short steps, once its first steps are recorded in FOLDER/run."""
     if not (folder / "tiny").exists():
         model().save_pretrained(folder / "tiny")
         tokenizer().save_pretrained(folder / "tiny")
     settings = {"model": str(folder / "tiny"), "output_dir": str(folder / "run"), "max_steps": 5000}
     settings |= {"save_steps": 5000, "eval_prompts": 0, "prompts_per_step": 2}
     (folder / "run.yaml").write_text(config_yaml(run_config(**(settings | changes))))
-    (folder / "started.py").write_text(
-        script + "import runpy, sys\nrunpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    )
     path = os.pathsep.join(str(Path(entry).resolve()) for entry in [*sys.path, HERE] if entry)
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        *launch,
-        str(folder / "started.py"),
-        str(HERE / "ranked_run.py"),
-        str(folder / "run.yaml"),
-    ]
     process = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command, str(folder / "run.yaml")],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for(lambda: steps(folder) >= 2, process)
     return process
@@ -199,7 +202,8 @@ def test_a_second_signal_ends_the_command_at_once(tmp_path) -> None:
     assert process.returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.long), True], ids=["adapter", "whole model"])
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [False, True], ids=["adapter", "whole model"])
 def test_torchrun_that_is_told_to_end_leaves_the_last_step_of_its_ranks(tmp_path, whole: bool) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = begun(tmp_path, *launch, **({"lora": None} if whole else {}))
@@ -209,4 +213,17 @@ def test_torchrun_that_is_told_to_end_leaves_the_last_step_of_its_ranks(tmp_path
     assert process.returncode != 0
     assert said.count("amir: stopped by SIGTERM") == said.count("amir: ") == 1, said
     assert f"amir: stopped by SIGTERM after step {done}, which is saved" in said, said
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").exists()
+
+
+def test_processes_that_are_told_to_end_save_their_last_step_and_say_so_once(tmp_path) -> None:
+    process = started(tmp_path, "-m", "amir", "train", "--processes", "2")
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    done = steps(tmp_path)
+    assert process.returncode == 1
+    assert said.splitlines() == [
+        "SIGTERM: the run saves a checkpoint and stops; a second signal stops it at once",
+        f"amir: stopped by SIGTERM after step {done}, which is saved{AFTERWARDS}",
+    ]
     assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").exists()
