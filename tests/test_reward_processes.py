@@ -210,3 +210,16 @@ def test_a_functions_process_loads_what_the_function_needs_and_nothing_else(tmp_
     )
     with Rewards([RewardSettings(function=f"{tmp_path / 'loaded.py'}:reward")]) as rewards:
         assert rewards(EXAMPLES * 2, [""] * 4, [[1]] * 4).values == [[0.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_signal_ends_forked_children_as_in_plain_python(tmp_path: Path) -> None:
+    """With another handler, `multiprocessing.Pool` waited for its workers forever in one call of fifty."""
+    (tmp_path / "signals.py").write_text(
+        "import multiprocessing, signal, time\n"
+        "def reward(completions):\n"
+        "    process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "    process.start(); process.terminate(); process.join()\n"
+        "    return [float(-process.exitcode), float(signal.SIGTERM)]\n"
+    )
+    with Rewards([RewardSettings(function=f"{tmp_path / 'signals.py'}:reward")]) as rewards:
+        assert rewards(EXAMPLES, ["", ""], [[1], [1]]).values == [[15.0, 15.0]]

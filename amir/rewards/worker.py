@@ -10,6 +10,7 @@ import inspect
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -32,6 +33,29 @@ def prepare() -> None:
     """
     end_with_parent()
     multiprocessing.set_start_method(None, force=True)
+    _keep_handler_from_forks(signal.SIGTERM)
+
+
+def _keep_handler_from_forks(number: signal.Signals) -> None:
+    """Forked processes get the signal's default action instead of the handler that this process has now.
+
+    `multiprocessing.Pool` ends its workers by SIGTERM, and waited forever for one that received it while it was being
+    forked: Python drops the signals that await their handler then. The signal is therefore blocked during a fork.
+    """
+    handler, masks = signal.getsignal(number), threading.local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def unblock_in_child() -> None:
+        if signal.getsignal(number) == handler:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock_in_child)
 
 
 def end_with_parent() -> None:
