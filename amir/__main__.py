@@ -259,7 +259,7 @@ def _train_with(
     with directory, display:
         with ranks.raise_on_all_ranks():
             trainer = Trainer(config, policy, task, directory, display, reward_functions=rewards)
-        notices.pass_to(trainer.say)
+        notices.pass_to(trainer.log)
         if resume:
             trainer.resume()
         trainer.train()

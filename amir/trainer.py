@@ -72,20 +72,20 @@ class Trainer:
         self.named = self.policy.trainable()
         self.optimizer = make_optimizer(self.config, self.named)
         self.budget = TokenBudget.for_policy(
-            self.config, self.policy, say=self.say, show_progress=self.display.progress
+            self.config, self.policy, log=self.log, show_progress=self.display.progress
         )
         fix_date(self.policy.tokenizer, self.ranks.gather(self.directory.began)[0])
         special = [self.policy.pad_id, *self.policy.eos_ids]
         refuse_foreign_tokenizer(self.policy.tokenizer, special, self.policy.vocabulary_size)
         for note in (*self.policy.notes, *self.task.notes):
-            self.say(note)
+            self.log(note)
         self.prompts = self._encode(self.task.train, "training")
         self.held_out = self._encode(self.task.held_out, "held-out", self.config.eval_prompts)
         refuse_missing_prompts(self.prompts, self.held_out, self.task, self.config)
         self.rewards = self.reward_functions or Rewards(self.config.rewards, self.task.columns)
         adapters = self.directory.path / "server-adapters"
-        sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.say)
-        self.collector = Collector(self.config, self.policy, sampler, self.rewards, self.say)
+        sampler = self.sampler or make_sampler(self.config, self.policy, adapters, self.log)
+        self.collector = Collector(self.config, self.policy, sampler, self.rewards, self.log)
         self.signals = StopSignals(self.ranks)
         self.health = Health(self.config)
         self.finished_steps = self.saved_steps = 0
@@ -100,7 +100,7 @@ class Trainer:
         with self.ranks.raise_on_all_ranks():
             self.directory.check(self.resolved)
             for note in refuse_changes(self.directory.description().get("contents", {}), now, self.config):
-                self.say(note)
+                self.log(note)
         checkpoint = latest_checkpoint(self.directory.checkpoints)
         with self.ranks.raise_on_all_ranks():
             if checkpoint:
@@ -110,7 +110,7 @@ class Trainer:
             for metrics in self.directory.rewind(self.finished_steps):
                 self.health.take(metrics)
         self.evaluated = self.ranks.gather(self.finished_steps in self.directory.evaluations())[0]
-        self.say(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
+        self.log(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
 
     def train(self) -> None:
         """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last.
@@ -130,7 +130,7 @@ class Trainer:
             return
         self._save_result()
         for warning in self.health.closing():
-            self.say(warning)
+            self.log(warning)
 
     def _take_steps(self) -> None:
         c = self.config
@@ -192,24 +192,24 @@ class Trainer:
         """Digests of what the run is made of; if the weights are sharded, every rank must read it."""
         return contents(self.config, self.policy, self.prompts, self.held_out)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Shows a line and writes it to log.txt."""
         self.directory.log(text)
-        self.display.say(text)
+        self.display.message(text)
 
     def _begin(self) -> None:
         process = process_description(self.ranks.size, self.finished_steps)
         self.directory.start(self.resolved, process, self.contents)
         self.display.begin(self.finished_steps)
         for line in [*describe_prompts(self.prompts, self.policy.tokenizer, self.config), *self.rewards.notes]:
-            self.say(line)
+            self.log(line)
         if self.policy.why_unpacked:
-            self.say(
+            self.log(
                 "training without packing, each completion with its own copy of the prompt, because "
                 f"{self.policy.why_unpacked}"
             )
         if self.finished_steps and self.finished_steps >= self.config.max_steps:
-            self.say(
+            self.log(
                 f"nothing to do: step {self.finished_steps} is done and max_steps = {self.config.max_steps}; set a "
                 "larger max_steps to continue"
             )
@@ -262,7 +262,7 @@ class Trainer:
             self.display.evaluation(summary)
             name = "reward" if summary["success"] is None else "success"
             shown = "unscored" if summary[name] is None else format(summary[name], ".3f")
-            self.say(f"held-out {name} after step {step}: {shown} ({len(records)} samples)")
+            self.log(f"held-out {name} after step {step}: {shown} ({len(records)} samples)")
 
     def _save(self) -> None:
         step, position, model = self.finished_steps, self.finished_position, self.policy.model
@@ -276,7 +276,7 @@ class Trainer:
         self.directory.record("metrics", metrics)
         self.display.step(metrics)
         for warning in self.health.take(metrics):
-            self.say(warning)
+            self.log(warning)
 
     def _next_prompts(self, count: int) -> list[Prompt]:
         """The next training prompts, in a seeded permutation of each epoch; advances `data_position`."""
@@ -289,7 +289,7 @@ class Trainer:
     def _encode(self, examples: list[Example], name: str, limit: int | None = None) -> list[Prompt]:
         policy = self.policy
         return encode_prompts(
-            examples, policy.tokenizer, self.config, name, policy.vocabulary_size, self.say, limit, policy.eos_ids
+            examples, policy.tokenizer, self.config, name, policy.vocabulary_size, self.log, limit, policy.eos_ids
         )
 
 

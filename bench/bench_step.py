@@ -332,7 +332,7 @@ def run_amir(contender: str, settings: Settings, folder: Path) -> Measurement:
             laps.end_step()
             sampling_seconds.append(metrics["rollout_seconds"] + metrics["reward_seconds"])
 
-        def say(self, text: str) -> None:
+        def message(self, text: str) -> None:
             print(text)
 
     model, tokenizer = load_model()

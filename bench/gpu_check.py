@@ -45,7 +45,7 @@ def main() -> int:
         print("gpu_check: torch finds no GPU here; --rehearse runs everything tiny on the CPU", file=sys.stderr)
         return 2
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    report = Report(say)
+    report = Report(print_now)
     with tempfile.TemporaryDirectory() as folder, options.out.open("a" if options.stage else "w") as file:
         paths, unsuited = import_path(ROOT, options.wheels, Path(folder))
         sys.path[:0] = map(str, paths)
@@ -77,7 +77,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def say(text: str) -> None:
+def print_now(text: str) -> None:
     """Prints at once, so that a run that is stopped has shown what it found."""
     print(text, flush=True)
 
@@ -116,9 +116,9 @@ def run_stages(
     for name in options.stage or STAGES:
         command = [sys.executable, sys.argv[0], "--inside", name, *(["--rehearse"] if options.rehearse else [])]
         began = time.monotonic()
-        say(f"==== {name}")
+        print_now(f"==== {name}")
         run_stage(name, command, environment, record, SLOWER if options.rehearse else 1.0)
-        say(f"==== {name}: {time.monotonic() - began:.0f} s")
+        print_now(f"==== {name}: {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ rows_of_groups = st.integers(1, 4).flatmap(
 
 @settings(deadline=None, max_examples=60)
 @given(rows_of_groups, st.integers(1, 400))
-def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget: int) -> None:
+def test_micro_batches_hold_each_needed_row_once_within_the_budget(groups, budget: int) -> None:
     lengths, rewards = groups
     batch = batch_of(lengths, rewards)
-    micros = list(micro_batches(batch, budget))
+    micros = list(micro_batches(batch.tokens, batch.has_gradient, budget))
     rows = torch.cat([m.rows for m in micros]) if micros else torch.zeros(0, dtype=torch.int64)
-    assert sorted(rows.tolist()) == torch.nonzero(batch.live).flatten().tolist()
+    assert sorted(rows.tolist()) == torch.nonzero(batch.has_gradient).flatten().tolist()
     for micro in micros:
         part = batch.tokens.rows(micro.rows)
         assert part.computed(packed=True) <= budget or len(micro.rows) == 1
@@ -50,23 +50,25 @@ def test_micro_batches_hold_each_live_row_once_within_the_budget(groups, budget:
         assert torch.equal(part.prompt_lengths[part.prompt_index], 2 + batch.tokens.prompt_index[micro.rows])
         assert torch.equal(part.completion_ids[:, 0], micro.rows)
         assert part.completion_mask.sum() == batch.tokens.completion_mask[micro.rows].sum()
-        if micro.whole:
+        if micro.complete_groups:
             for group in set(batch.group[micro.rows].tolist()):
                 held = micro.rows[batch.group[micro.rows] == group].tolist()
-                assert held == torch.nonzero(batch.live & (batch.group == group)).flatten().tolist()
+                assert held == torch.nonzero(batch.has_gradient & (batch.group == group)).flatten().tolist()
     if budget >= 5 + 4 * 30:
-        assert all(m.whole for m in micros)
+        assert all(m.complete_groups for m in micros)
 
 
 def test_longest_rows_go_first_so_that_memory_peaks_at_once() -> None:
     batch = batch_of([3, 9, 1, 5] * 2, [1.0, 0.0, 1.0, 0.0] * 2)
-    widths = [batch.tokens.rows(m.rows).completion_ids.shape[1] for m in micro_batches(batch, 1)]
+    widths = [
+        batch.tokens.rows(m.rows).completion_ids.shape[1] for m in micro_batches(batch.tokens, batch.has_gradient, 1)
+    ]
     assert widths == [9, 5, 3, 1] * 2
 
 
 def test_dead_rows_are_skipped_and_still_counted() -> None:
     batch = batch_of([5] * 12, [1.0] * 4 + [0.0] * 4 + [1.0, 0.0, 0.0, 0.0])
-    assert batch.live.tolist() == [False] * 8 + [True] * 4
+    assert batch.has_gradient.tolist() == [False] * 8 + [True] * 4
     assert batch.num_tokens == 60
     assert batch.num_sequences == 12
     assert batch.pairs.total == 3
@@ -74,13 +76,13 @@ def test_dead_rows_are_skipped_and_still_counted() -> None:
 
 @pytest.mark.parametrize("changes", [{"beta": 0.04}, {"entropy_coef": 0.01}], ids=str)
 def test_no_row_is_dead_where_kl_or_entropy_trains_it(changes: dict[str, object]) -> None:
-    assert batch_of([5] * 4, [1.0] * 4, **changes).live.all()
+    assert batch_of([5] * 4, [1.0] * 4, **changes).has_gradient.all()
 
 
 def test_masked_truncated_rows_leave_loss_pairs_and_token_count_but_stay_a_sequence() -> None:
     cut = [True, False, False, False]
     batch = batch_of([5] * 4, [1.0, 0.0, 1.0, 0.0], cut, mask_truncated_completions=True)
-    assert batch.live.tolist() == [False, True, True, True]
+    assert batch.has_gradient.tolist() == [False, True, True, True]
     assert not batch.pairs.participants[0]
     assert (batch.pairs.total, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
 
@@ -94,7 +96,7 @@ def test_unscorable_rows_get_no_advantage_and_no_pair() -> None:
 
 def test_empty_completions_train_nothing_and_form_no_pair() -> None:
     batch = batch_of([5, 0, 5, 5], [0.0, 1.0, 1.0, 0.0])
-    assert batch.live.tolist() == [True, False, True, True]
+    assert batch.has_gradient.tolist() == [True, False, True, True]
     assert not batch.pairs.participants[1]
     assert (batch.pairs.total, batch.num_tokens, batch.num_sequences) == (2, 15, 4)
 

@@ -95,7 +95,7 @@ def test_a_run_whose_rewards_never_differ_says_so_and_that_nothing_was_trained(t
     monkeypatch.setattr("amir.rewards.runner.Correctness", SameGrader)
     made = run(tmp_path, run_config(max_steps=2, eval_prompts=0, max_completion_length=3))
     assert isinstance(made.display, Lines)
-    text = "\n".join(made.display.said)
+    text = "\n".join(made.display.messages)
     assert "in steps 1 to 2 no group had differing rewards (their mean is 0)" in text
     assert "so no step trained the weights" in text
     assert "of the completions were cut at max_completion_length = 3" in text
@@ -108,7 +108,7 @@ def test_warnings_count_the_steps_before_a_resume(tmp_path: Path, monkeypatch) -
     config = {"eval_prompts": 0, "prompts_per_step": 1, "save_steps": WINDOW - 1}
     run(tmp_path, run_config(max_steps=WINDOW - 1, **config))
     resumed = run(tmp_path, run_config(max_steps=WINDOW, **config), resume=True)
-    assert [text for text in resumed.display.said if f"in steps 1 to {WINDOW} no group had differing" in text]
+    assert [text for text in resumed.display.messages if f"in steps 1 to {WINDOW} no group had differing" in text]
 
 
 def test_a_run_that_trained_is_called_so(tmp_path: Path, monkeypatch) -> None:

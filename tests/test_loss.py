@@ -46,7 +46,7 @@ def two_inner_steps(budget: int, **changes: object) -> tuple[list[list[Tensor]],
     made = policy(config)
     optimizer = make_optimizer(config, made.trainable())
     batch = sampled(made, config)
-    sizes = [len(m.rows) for m in micro_batches(batch, budget)]
+    sizes = [len(m.rows) for m in micro_batches(batch.tokens, batch.has_gradient, budget)]
     steps, values = [], []
     for _ in range(2):
         batch, sums = backward(made, batch, make_objective(config), config)
@@ -177,7 +177,7 @@ def test_micro_batch_size_changes_nothing_over_two_inner_steps(budget: int, chan
 def test_a_group_is_really_split_over_at_least_three_micro_batches() -> None:
     made = policy()
     batch = sampled(made, run_config())
-    parts = [m.rows for m in micro_batches(batch, THREE_PARTS) if not m.whole]
+    parts = [m.rows for m in micro_batches(batch.tokens, batch.has_gradient, THREE_PARTS) if not m.complete_groups]
     held = [rows for rows in parts if (batch.group[rows] == 2).any()]
     assert len(held) >= 3
 
@@ -191,12 +191,12 @@ def test_wrong_divisors_would_be_seen() -> None:
     truth = oracle(made, batch, config, None)
     for wrong in (
         replace(batch, pairs=replace(batch.pairs, total=batch.pairs.total / 2)),
-        replace(batch, loss_mask=batch.loss_mask & batch.live[:, None]),
+        replace(batch, loss_mask=batch.loss_mask & batch.has_gradient[:, None]),
         replace(batch, ref_logprobs=torch.zeros_like(batch.ref_logprobs)),
         replace(
             batch,
             pairs=replace(batch.pairs, chosen=batch.pairs.chosen * 0, rejected=batch.pairs.rejected * 0),
-            live=batch.live & (batch.rewards > 0),
+            has_gradient=batch.has_gradient & (batch.rewards > 0),
         ),
     ):
         for parameter in made.trainable().values():

@@ -112,17 +112,17 @@ class NoRoom:
 def test_out_of_memory_gives_the_same_gradient_in_smaller_micro_batches(forward: bool, beta: float) -> None:
     config = run_config(micro_batch_tokens=WHOLE, beta=beta)
     expected, value = step(policy(config), config)
-    made, said = policy(config), []
+    made, messages = policy(config), []
     room = NoRoom(made, 3, forward=forward)
-    budget = TokenBudget(WHOLE, packed=made.packed, say=said.append)
+    budget = TokenBudget(WHOLE, packed=made.packed, log=messages.append)
     make_optimizer(config, made.trainable())
     rollout = sample(made, PROMPTS, 4, 9, seed=3)
     batch = with_reference(made, make_batch(rollout, REWARDS[:, None], config, pad_id=PAD), config, budget)
     _, sums = backward(made, batch, make_objective(config), config, budget)
     assert room.failures >= 2
-    assert len(said) == room.failures
-    assert all("out of memory in a micro-batch of" in line for line in said)
-    assert str(budget.tokens) in said[-1]
+    assert len(messages) == room.failures
+    assert all("out of memory in a micro-batch of" in line for line in messages)
+    assert str(budget.tokens) in messages[-1]
     assert distance(gradients(made), expected) < TOLERANCE
     assert float(sums["policy_loss"]) + config.lambda_reg * float(sums["preference_loss"]) == pytest.approx(
         value, rel=1e-4, abs=1e-6
@@ -212,7 +212,8 @@ def test_checkpointed_layers_give_the_same_loss_and_gradient(family: str, offloa
     got, again = step(made, config)
     assert distance(got, expected) < TOLERANCE
     assert again == pytest.approx(value, rel=1e-5)
-    batches = len(list(micro_batches(sampled(made, config), THREE_PARTS)))
+    batch = sampled(made, config)
+    batches = len(list(micro_batches(batch.tokens, batch.has_gradient, THREE_PARTS)))
     assert runs[0] == 2 * batches
     assert len(moved) == (batches * len(layers) if offload else 0)
     assert {shape[-1] for shape in moved} <= {32}

@@ -118,9 +118,9 @@ def test_entropy_is_that_of_full_logits_over_the_rows_that_were_trained(coeffici
     with torch.no_grad():
         logits = made.base(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     entropy = torch.distributions.Categorical(logits=logits[:, tokens.prompt_ids.shape[1] - 1 : -1] / 0.7).entropy()
-    trained = tokens.completion_mask & batch.live[:, None]
+    trained = tokens.completion_mask & batch.has_gradient[:, None]
     expected = float(entropy[trained].mean())
-    assert bool(batch.live.all()) == (coefficient > 0)
+    assert bool(batch.has_gradient.all()) == (coefficient > 0)
     assert row_of(config, sums)["entropy"] == pytest.approx(expected, rel=1e-5)
     assert expected != pytest.approx(float(entropy.mean()), rel=1e-3)
 

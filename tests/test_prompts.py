@@ -240,7 +240,7 @@ def test_a_run_shows_its_prompt_and_records_keep_it(tmp_path: Path, monkeypatch:
     run.train()
     run.directory.close()
     first = f"[Be brief.][{run.prompts[0].example.question}]<think>"
-    shown = [line for line in run.display.said if "first prompt" in line]
+    shown = [line for line in run.display.messages if "first prompt" in line]
     assert shown == [f"first prompt, {len(run.prompts[0].ids)} tokens: {first!r}"]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert all(line in log for line in shown)

@@ -304,7 +304,7 @@ def test_shares_are_whole_and_micro_batches_dealt_evenly() -> None:
     items = list(range(7))
     assert [Ranks(rank, 3).share(items) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [Ranks(rank, 3).share([1]) for rank in range(3)] == [[1], [], []]
-    micros = [MicroBatch(torch.tensor([i]), whole=True) for i in range(4)]
+    micros = [MicroBatch(torch.tensor([i]), complete_groups=True) for i in range(4)]
     dealt = [assign(micros, Ranks(rank, 3)) for rank in range(3)]
     assert [[int(m.rows) for m in share if not m.idle] for share in dealt] == [[0, 3], [1], [2]]
     assert [[m.idle for m in share] for share in dealt] == [[False, False], [False, True], [False, True]]

@@ -150,7 +150,7 @@ def test_what_did_not_change_resumes_without_a_word(tmp_path) -> None:
     (tmp_path / "run").rename(moved)
     moved.rename(tmp_path / "run")
     made = trainer(tmp_path, on_rows(tmp_path, max_steps=3), resume=True)
-    assert made.display.said == ["resumed after step 2"]
+    assert made.display.messages == ["resumed after step 2"]
 
 
 def test_a_date_in_the_chat_template_stays_that_of_the_first_day(tmp_path, monkeypatch) -> None:
@@ -193,12 +193,12 @@ def test_harmless_changes_are_reported(tmp_path, monkeypatch) -> None:
     with (tmp_path / "mine.py").open("a") as file:
         file.write("# mended\n")
     made = trainer(tmp_path, on_rows(tmp_path, max_steps=3, **settings), resume=True)
-    notes = made.display.said[:-1]
+    notes = made.display.messages[:-1]
     assert [note for note in notes if note.startswith("the held-out prompts are not those of the earlier part")]
     assert [note for note in notes if note.startswith("rewards: mine.py has changed since the run began")]
     assert len(notes) == 2
     again = trainer(tmp_path, on_rows(tmp_path, max_steps=3, **(settings | {"eval_prompts": 1})), resume=True)
-    assert not [note for note in again.display.said if "held-out prompts" in note]
+    assert not [note for note in again.display.messages if "held-out prompts" in note]
 
 
 def test_every_kind_of_column_has_the_same_digest_in_every_process(tmp_path) -> None:

@@ -182,11 +182,11 @@ def test_a_dead_server_ends_the_run_and_the_resumed_run_ends_as_the_undisturbed_
     with pytest.raises(RunStopped, match=r"has not answered for 0 s .*; start it, then resume the run"):
         cut.train()
     cut.directory.close()
-    assert any("retrying for at most 0 s" in text for text in cut.display.said)
+    assert any("retrying for at most 0 s" in text for text in cut.display.messages)
     server.failures = []
     resumed = trainer(tmp_path / "cut", c, resume=True)
     resumed.train()
-    assert resumed.display.said[0] == "resumed after step 2"
+    assert resumed.display.messages[0] == "resumed after step 2"
     assert untimed(rows(tmp_path / "cut" / "metrics.jsonl")) == untimed(rows(tmp_path / "whole" / "metrics.jsonl"))
     for left, right in zip(whole.named.values(), resumed.named.values(), strict=True):
         assert torch.equal(left, right)
@@ -207,7 +207,7 @@ def test_missing_log_probs_are_counted_and_a_large_mismatch_is_said(tmp_path, se
         assert metrics["mismatch"] == pytest.approx(0.4, abs=1e-3)
         assert metrics["corrected_share"] == pytest.approx(1 - metrics["missing_logprob_share"])
     warnings = [
-        text for text in made.display.said if "log-probs differ from the trainer's by 0.400 nats a token" in text
+        text for text in made.display.messages if "log-probs differ from the trainer's by 0.400 nats a token" in text
     ]
     assert len(warnings) == 1
 

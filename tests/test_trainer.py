@@ -39,7 +39,7 @@ class Lines(NullDisplay):
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def begin(self, finished_steps: int) -> None:
         self.finished_steps = finished_steps
@@ -47,8 +47,8 @@ class Lines(NullDisplay):
     def step(self, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
 
 def opened(path: Path, config: RunConfig, *, resume: bool = False) -> RunDirectory:
@@ -128,7 +128,7 @@ def test_resuming_gives_the_same_bits_and_loses_nothing(tmp_path, changes: dict[
     resumed = run(tmp_path / "cut", run_config(max_steps=4, **changes), resume=True)
 
     assert resumed.display.finished_steps == 2
-    assert resumed.display.said[0] == "resumed after step 2"
+    assert resumed.display.messages[0] == "resumed after step 2"
     for left, right in zip(whole.named.values(), resumed.named.values(), strict=True):
         assert torch.equal(left, right)
     saved = [
@@ -275,7 +275,7 @@ def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: byte
 def test_resuming_a_finished_run_says_so(tmp_path) -> None:
     run(tmp_path, run_config(max_steps=2))
     resumed = run(tmp_path, run_config(max_steps=2), resume=True)
-    assert [text for text in resumed.display.said if "nothing to do" in text]
+    assert [text for text in resumed.display.messages if "nothing to do" in text]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path) -> None:
@@ -335,7 +335,7 @@ def test_what_is_not_finite_is_null_on_disk(tmp_path) -> None:
 def test_a_pair_term_that_never_forms_a_pair_warns(tmp_path) -> None:
     config = run_config(max_steps=WINDOW, reward_margin=1.0, save_steps=100, eval_prompts=0, prompts_per_step=1)
     made = run(tmp_path, config)
-    assert [text for text in made.display.said if f"in steps 1 to {WINDOW} no pair was formed" in text]
+    assert [text for text in made.display.messages if f"in steps 1 to {WINDOW} no pair was formed" in text]
     assert "no pair was formed" in (tmp_path / "log.txt").read_text()
 
 
@@ -346,7 +346,7 @@ def test_rewards_that_never_differ_warn(tmp_path, reward: str) -> None:
     made = run(tmp_path, config)
     differed = any(row["reward_std"] > 0 for row in rows(tmp_path / "metrics.jsonl"))
     assert differed == (reward == "linear_length")
-    assert bool([text for text in made.display.said if "no group had differing rewards" in text]) != differed
+    assert bool([text for text in made.display.messages if "no group had differing rewards" in text]) != differed
 
 
 def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path) -> None:
@@ -355,10 +355,10 @@ def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path
     plain = trainer(tmp_path / "plain", config)
     plain.policy.__dict__["why_unpacked"], plain.budget.packed = "it has layers of type conv", False
     plain.train()
-    assert [text for text in plain.display.said if "conv" in text] == [
+    assert [text for text in plain.display.messages if "conv" in text] == [
         "training without packing, each completion with its own copy of the prompt, because it has layers of type conv"
     ]
-    assert not [text for text in packed.display.said if "without packing" in text]
+    assert not [text for text in packed.display.messages if "without packing" in text]
     left, right = packed.display.steps[0], plain.display.steps[0]
     for name in ("loss", "policy_grad_norm", "grad_norm", "tokens_trained"):
         assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-7)
@@ -367,11 +367,11 @@ def test_a_model_that_cannot_be_packed_says_so_once_and_trains_the_same(tmp_path
 
 def test_prompts_too_long_are_counted_and_none_left_is_refused(tmp_path) -> None:
     made = trainer(tmp_path / "a", run_config(max_prompt_length=44))
-    assert not [text for text in made.display.said if "dropped" in text]
+    assert not [text for text in made.display.messages if "dropped" in text]
     with pytest.raises(ConfigError, match=r"max_prompt_length = 3, .*: no training prompt is left of .*; set bounds"):
         trainer(tmp_path / "b", run_config(max_prompt_length=3))
     made = trainer(tmp_path / "c", run_config(max_prompt_length=44, task={"name": "arithmetic", "max_operand": 10}))
-    assert [text for text in made.display.said if "which are longer than max_prompt_length = 44 tokens" in text]
+    assert [text for text in made.display.messages if "which are longer than max_prompt_length = 44 tokens" in text]
 
 
 def test_every_prompt_is_seen_once_an_epoch(tmp_path) -> None:
@@ -467,7 +467,7 @@ def test_an_output_that_is_closed_ends_the_run_with_a_word(tmp_path) -> None:
         def train(path, config, resume):
             terminal = Terminal(1, Path(), print)
             while True:
-                terminal.say("line" * 1000)
+                terminal.message("line" * 1000)
         sys.argv, command._train = ["amir", "train", "quickstart"], train
         command.main()
     """

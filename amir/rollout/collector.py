@@ -27,7 +27,7 @@ class Collector:
     policy: Policy
     sampler: Sampler
     rewards: Rewards
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
     def sample(self, prompts: list[Prompt], group_size: int, stream: int | str) -> Rollout | None:
         """Completions of this rank's share of the prompts; None if its share is empty.
@@ -53,7 +53,7 @@ class Collector:
         parts = [part for part in ranks.gather(part) if part is not None]
         rollouts, scores, notes = zip(*parts, strict=True)
         for note in [note for notes_of_rank in notes for note in notes_of_rank]:
-            self.say(note)
+            self.log(note)
         return concatenate(rollouts), torch.cat(scores)
 
     def _share(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -20,8 +20,8 @@ CONNECT_SECONDS, FIRST_DELAY, LONGEST_DELAY = 10.0, 0.5, 30.0
 class Client:
     """JSON over HTTP to one server. Failures that may be temporary are retried for `wait_seconds`; then RunStopped."""
 
-    def __init__(self, settings: ServerSampling, say: Callable[[str], None]) -> None:
-        self._settings, self._say = settings, say
+    def __init__(self, settings: ServerSampling, log: Callable[[str], None]) -> None:
+        self._settings, self._log = settings, log
         try:
             self._http = httpx2.Client(
                 base_url=settings.url.rstrip("/").removesuffix("/v1"),
@@ -102,9 +102,9 @@ class Client:
         with self._lock:
             if reason is not None and not self._down:
                 url, limit = self._settings.url, self._settings.wait_seconds
-                self._say(f"the server {url} does not answer ({reason}): retrying for at most {limit:.0f} s")
+                self._log(f"the server {url} does not answer ({reason}): retrying for at most {limit:.0f} s")
             elif reason is None and self._down:
-                self._say(f"the server {self._settings.url} answers again")
+                self._log(f"the server {self._settings.url} answers again")
             self._down = reason is not None
 
 

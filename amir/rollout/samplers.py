@@ -10,10 +10,10 @@ from .generate import Generate
 from .rollout import Sampler
 
 
-def make_sampler(config: RunConfig, policy: Policy, folder: Path, say: Callable[[str], None]) -> Sampler:
-    """The sampler that `config.sampler` names; a server reads adapters from `folder`; `say` reports when it is down."""
+def make_sampler(config: RunConfig, policy: Policy, folder: Path, log: Callable[[str], None]) -> Sampler:
+    """The sampler that `config.sampler` names; a server reads adapters from `folder`; `log` reports when it is down."""
     if isinstance(config.sampler, ServerSampling):
-        return _server(config, config.sampler, policy, folder, say)
+        return _server(config, config.sampler, policy, folder, log)
     if isinstance(config.sampler, PagedSampling):
         from .paged import Paged
 
@@ -22,7 +22,7 @@ def make_sampler(config: RunConfig, policy: Policy, folder: Path, say: Callable[
 
 
 def _server(
-    config: RunConfig, settings: ServerSampling, policy: Policy, folder: Path, say: Callable[[str], None]
+    config: RunConfig, settings: ServerSampling, policy: Policy, folder: Path, log: Callable[[str], None]
 ) -> Sampler:
     """Imported here, so that other runs load no HTTP client."""
     from .http_client import Client
@@ -30,7 +30,7 @@ def _server(
     from .transformers_serve import TransformersServe
     from .vllm import Vllm
 
-    client = Client(settings, say)
+    client = Client(settings, log)
     dialect: Dialect
     try:
         if settings.dialect == "transformers":

@@ -33,8 +33,8 @@ def findings(config: RunConfig, task: Task, rewards: Rewards) -> Iterator[str]:
         f"model: {type(base).__name__}, {policy.vocabulary_size} tokens, {base.num_parameters() / 1e6:,.1f} million "
         f"weights with the adapter's, {trained / 1e6:,.2f} million of them trained"
     )
-    said: list[str] = []
-    for name, prompts in _prompts(config, task, policy, said.append):
+    notes: list[str] = []
+    for name, prompts in _prompts(config, task, policy, notes.append):
         lengths = [len(prompt.ids) for prompt in prompts]
         yield (
             f"{name} prompts: {len(prompts)}, {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g}), "
@@ -43,12 +43,12 @@ def findings(config: RunConfig, task: Task, rewards: Rewards) -> Iterator[str]:
         if name == "training":
             steps = math.ceil(len(prompts) / config.prompts_per_step)
             yield f"steps: {config.max_steps}; one pass over the training prompts takes {steps}"
-    yield from said
+    yield from notes
     yield from _graded(task.train[0], policy, rewards)
 
 
 def _prompts(
-    config: RunConfig, task: Task, policy: Policy, say: Callable[[str], None], limit: int | None = None
+    config: RunConfig, task: Task, policy: Policy, log: Callable[[str], None], limit: int | None = None
 ) -> Iterator[tuple[str, list[Prompt]]]:
     """The training and held-out prompts as the run would encode them, at most `limit` of each."""
     special = [policy.pad_id, *policy.eos_ids]
@@ -56,12 +56,12 @@ def _prompts(
     bounds = {"training": limit, "held-out": config.eval_prompts if limit is None else min(limit, config.eval_prompts)}
     prompts = {
         name: encode_prompts(
-            examples, policy.tokenizer, config, name, policy.vocabulary_size, say, bounds[name], policy.eos_ids
+            examples, policy.tokenizer, config, name, policy.vocabulary_size, log, bounds[name], policy.eos_ids
         )
         for name, examples in (("training", task.train), ("held-out", task.held_out))
     }
     refuse_missing_prompts(prompts["training"], prompts["held-out"], task, config)
-    yield from ((name, found) for name, found in prompts.items() if found)
+    yield from ((name, encoded) for name, encoded in prompts.items() if encoded)
 
 
 def _graded(example: Example, policy: Policy, rewards: Rewards) -> Iterator[str]:
@@ -73,8 +73,8 @@ def _graded(example: Example, policy: Policy, rewards: Rewards) -> Iterator[str]
     except (RewardError, RunStopped) as error:
         raise ConfigError(f"rewards: {error}") from None
     shown = {name: values[0] for name, values in zip(rewards.names, scores.values, strict=True)}
-    given = ", ".join(f"{name} {'none' if math.isnan(value) else f'{value:g}'}" for name, value in shown.items())
-    yield f"rewards of the completion {text!r:.80} to the first example: {given}"
+    values = ", ".join(f"{name} {'none' if math.isnan(value) else f'{value:g}'}" for name, value in shown.items())
+    yield f"rewards of the completion {text!r:.80} to the first example: {values}"
     yield from scores.notes
     if shown.get("correctness") == 0:
         yield (

@@ -48,7 +48,7 @@ class Display(Protocol):
     def evaluation(self, metrics: dict[str, Any]) -> None:
         """An evaluation on held-out prompts has these metrics."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """A line for the user."""
 
 
@@ -76,7 +76,7 @@ class NullDisplay:
     def evaluation(self, metrics: dict[str, Any]) -> None:
         """Shows nothing."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Shows nothing."""
 
 
@@ -154,7 +154,7 @@ class Terminal:
         seconds = mean(self._last_steps) * (self._total - step)
         return f"{timedelta(seconds=round(seconds))} left" if step < self._total else ""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Shows a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -181,7 +181,7 @@ class Terminal:
             text = f"{self._events}: {reason}; the run continues without TensorBoard, and metrics.jsonl has every value"
             self._events = None
             self._log(text)
-            self.say(text)
+            self.message(text)
 
 
 PANELS = (

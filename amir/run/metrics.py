@@ -152,7 +152,7 @@ def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
         "reward_square_sum": float(rewards.square().sum()),
         "groups": len(advantages),
         "zero_variance_groups": int((advantages == 0).sum()),
-        "zero_gradient_rows": int((~batch.live).sum()),
+        "zero_gradient_rows": int((~batch.has_gradient).sum()),
         "truncated": int(batch.truncated.sum()),
         "pairs_formed": float(batch.pairs.total),
     }
@@ -161,7 +161,7 @@ def batch_sums(batch: Batch, config: RunConfig) -> dict[str, float]:
         sums["better_logprob_sum"] = float((batch.pairs.chosen * mean).sum())
         sums["worse_logprob_sum"] = float((batch.pairs.rejected * mean).sum())
         if batch.sampled_logprobs is not None:
-            trained = batch.loss_mask & batch.live[:, None]
+            trained = batch.loss_mask & batch.has_gradient[:, None]
             sums |= mismatch_sums(batch.old_logprobs, batch.sampled_logprobs, trained, config.correction)
     return sums | _score_sums(batch.scores.double(), lengths, config)
 

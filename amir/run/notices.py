@@ -20,7 +20,7 @@ class Notices(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._texts: dict[str, None] = {}
-        self._say: Callable[[str], None] | None = None
+        self._log: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Takes a record of a library's logger; notices of deprecation are left out."""
@@ -35,14 +35,14 @@ class Notices(logging.Handler):
         if line in self._texts or "deprecated" in line:
             return
         self._texts[line] = None
-        if self._say is not None:
-            self._say(line)
+        if self._log is not None:
+            self._log(line)
 
-    def pass_to(self, say: Callable[[str], None]) -> None:
-        """From now on, and for all that was taken before, warnings go to `say`."""
-        self._say = say
+    def pass_to(self, log: Callable[[str], None]) -> None:
+        """From now on, and for all that was taken before, warnings go to `log`."""
+        self._log = log
         for line in self._texts:
-            say(line)
+            log(line)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def encode_prompts(
     config: RunConfig,
     name: str,
     vocabulary: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     limit: int | None = None,
     eos_ids: Sequence[int] = (),
 ) -> list[Prompt]:
@@ -83,7 +83,7 @@ def encode_prompts(
     )
     for count, reason in bounds:
         if count:
-            say(f"dropped {count} of {seen} {name} prompts, which are {reason} tokens")
+            log(f"dropped {count} of {seen} {name} prompts, which are {reason} tokens")
     return kept
 
 

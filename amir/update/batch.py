@@ -31,7 +31,7 @@ class Batch:
     truncated: Tensor  # bool [B]
     loss_mask: Tensor  # bool [B, C], completion_mask without masked truncated rows
     pairs: Pairs
-    live: Tensor  # bool [B], False for zero-gradient rows, which skip the forward
+    has_gradient: Tensor  # bool [B]; the other rows skip the forward, because their gradient is exactly zero
     ref_logprobs: Tensor | None = None  # float32 [B, C]
     old_logprobs: Tensor | None = None  # float32 [B, C], of the policy before this step's updates
     sampled_logprobs: Tensor | None = None  # float32 [B, C], of another engine, NaN for a missing one
@@ -76,7 +76,7 @@ def assemble(tokens: Tokens, scores: Tensor, truncated: Tensor, config: RunConfi
         truncated=truncated,
         loss_mask=tokens.completion_mask & ~masked[:, None],
         pairs=pairs,
-        live=~masked & ((advantages != 0) | pairs.participants | every_row),
+        has_gradient=~masked & ((advantages != 0) | pairs.participants | every_row),
     )
 
 

@@ -1,4 +1,4 @@
-"""From a batch to gradients: log-probs of live rows, the objective with its pair term, one backward per micro-batch.
+"""From a batch to gradients: log-probs, the objective with its pair term, one backward per micro-batch.
 
 The loss is a function of log-probs only. Its gradient with respect to them is computed first, for each term separately;
 one backward of the model follows. The norm of each term's gradient is therefore known without a second pass.
@@ -7,7 +7,7 @@ B completions of padded length C.
 """
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -40,14 +40,14 @@ def make_objective(config: RunConfig) -> Objective:
 
 
 def reference_logprobs(policy: Policy, batch: Batch, config: RunConfig, budget: TokenBudget) -> Tensor | None:
-    """The reference policy's log-probs of the live rows, float32 `[B, C]`; None if no loss term needs them."""
+    """The reference policy's log-probs, float32 `[B, C]`, 0 for rows without gradient; None if no term needs them."""
     pairs = config.lambda_reg > 0 and not config.ref_free and bool(batch.pairs.participants.any())
     if config.beta == 0 and not pairs:
         return None
     while True:
         try:
             with policy.reference(), mmap_large_allocations():
-                return _score(policy, batch, batch.live, budget)
+                return _score(policy, batch, batch.has_gradient, budget)
         except MicroBatchTooLarge as error:
             too_large = error.tokens, error.rows, error.reason
         budget.halve(*too_large)
@@ -64,10 +64,9 @@ def backward(
 ) -> tuple[Sums, Tensor]:
     """Accumulates the gradient of the whole step's loss in the trained parameters' `.grad`, which must be zero.
 
-    Returns the sums for the step's metrics and the log-probs of the live rows under the current policy, float32 `[B,
-    C]`. Every divisor is the whole step's, so micro-batches change the result by rounding only. A step that runs out of
-    memory is therefore repeated with smaller micro-batches. ConfigError if a micro-batch of one completion does not
-    fit.
+    Returns the sums for the step's metrics and the log-probs under the current policy, float32 `[B, C]`, 0 for rows
+    without gradient. Every divisor is the whole step's, so micro-batches change the result by rounding only, and a step
+    that runs out of memory is repeated with smaller ones. ConfigError if a micro-batch of one completion does not fit.
 
     `measure_terms`: the sums also have the squared norm of each term's gradient of the trained parameters.
     """
@@ -91,7 +90,7 @@ def _backward(
     logprobs = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
     terms = TermGradients(policy) if measure_terms else None
     with budget.agreed():
-        for micro in budget.assigned(batch):
+        for micro in budget.assigned(batch.tokens, batch.has_gradient):
             with budget.limits(micro):
                 current = _accumulate(policy, batch, micro, objective, config, weights, sums, terms)
                 if not micro.idle:
@@ -117,7 +116,7 @@ def _accumulate(
 
     Complete groups form their pairs here; the pair term of split groups is given by their `weights`.
     """
-    forms_pairs = micro.whole and config.lambda_reg > 0
+    forms_pairs = micro.complete_groups and config.lambda_reg > 0
     rows = micro.rows
     tokens = batch.tokens.rows(rows)
     mask = tokens.completion_mask
@@ -182,10 +181,10 @@ def _pair_weights_of_split_groups(
 
     Zero for other groups, whose micro-batch forms their pairs. Adds the pair loss of the split groups to `sums`.
     """
-    parts = [micro for micro in budget.split(batch) if not micro.whole] if config.lambda_reg > 0 else []
-    if not parts:
+    parts = [micro for micro in budget.split(batch.tokens, batch.has_gradient) if not micro.complete_groups]
+    if config.lambda_reg == 0 or not parts:
         return torch.zeros_like(batch.rewards)
-    split = torch.zeros_like(batch.live)
+    split = torch.zeros_like(batch.has_gradient)
     split[torch.cat([part.rows for part in parts])] = True
     mask = batch.loss_mask & split[:, None]
     scores = sequence_logprob(_score(policy, batch, split, budget), mask, normalize=config.normalize)
@@ -202,7 +201,7 @@ def _score(policy: Policy, batch: Batch, needed: Tensor, budget: TokenBudget) ->
     """Log-probs `[B, C]` of the `needed` rows, 0 elsewhere, without a graph."""
     scores = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
     with budget.agreed():
-        for micro in budget.assigned(replace(batch, live=needed)):
+        for micro in budget.assigned(batch.tokens, needed):
             with budget.limits(micro):
                 logprobs = policy.logprobs(batch.tokens.rows(micro.rows))
                 if not micro.idle:

@@ -1,4 +1,4 @@
-"""Splits a batch into micro-batches, and halves their size when one runs out of memory."""
+"""Splits completions into micro-batches by a budget of tokens, and halves their size when one runs out of memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,63 +13,63 @@ from ..distributed import SINGLE_PROCESS, Ranks
 from ..errors import ConfigError, MicroBatchTooLarge
 from ..policy.policy import Policy
 from ..tokens import Tokens
-from .batch import Batch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch that go through the model together."""
+    """Completions that go through the model together."""
 
-    rows: Tensor  # int64
-    whole: bool
-    """whether it has every live row of its groups"""
+    rows: Tensor  # int64, their rows in the step's batch
+    complete_groups: bool
+    """whether it has every needed completion of its groups"""
     tokens: int = 0
     """tokens that the model computes for it"""
     idle: bool = False
     """a rank with one micro-batch less than others computes an idle one instead; its results are not used"""
 
 
-def micro_batches(batch: Batch, token_budget: int, *, packed: bool = True) -> Iterator[MicroBatch]:
-    """Splits the live rows into micro-batches of at most `token_budget` computed tokens, longest first.
+def micro_batches(tokens: Tokens, needed: Tensor, token_budget: int, *, packed: bool = True) -> Iterator[MicroBatch]:
+    """Micro-batches of the `needed` completions (bool `[B]`), longest first, of at most `token_budget` tokens computed.
 
     `packed` is the layout of the tokens, which determines how many are computed (`Tokens.computed`). A group that fits
     is not split, because its rows share a prompt and the pair term couples them; a larger group is split into
-    micro-batches of its own, with `whole=False`. A single row is never split, however long.
+    micro-batches of its own, with `complete_groups=False`. A single row is never split, however long.
     """
-    tokens = batch.tokens
-    live = torch.nonzero(batch.live.cpu()).flatten()
+    rows = torch.nonzero(needed.cpu()).flatten()
     lengths = (tokens.prompt_lengths[tokens.prompt_index] + tokens.completion_lengths).cpu()
-    order = live[torch.argsort(lengths[live], descending=True, stable=True)]
-    group = batch.group.cpu()[order]
+    order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
+    group = tokens.prompt_index.cpu()[order]
     groups = [order[group == g] for g in dict.fromkeys(group.tolist())]
     fits = [tokens.rows(rows).computed(packed=packed) <= token_budget for rows in groups]
-    small = [rows for rows, fit in zip(groups, fits, strict=True) if fit]
-    large = [rows for rows, fit in zip(groups, fits, strict=True) if not fit]
-    yield from _fill(tokens, small, token_budget, packed, whole=True)
+    small = [group for group, fit in zip(groups, fits, strict=True) if fit]
+    large = [group for group, fit in zip(groups, fits, strict=True) if not fit]
+    yield from _fill(tokens, small, token_budget, packed, complete_groups=True)
     for rows in large:
-        yield from _fill(tokens, list(rows.split(1)), token_budget, packed, whole=False)
+        yield from _fill(tokens, list(rows.split(1)), token_budget, packed, complete_groups=False)
 
 
-def _fill(tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool, *, whole: bool) -> Iterator[MicroBatch]:
+def _fill(
+    tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool, *, complete_groups: bool
+) -> Iterator[MicroBatch]:
     """Fills micro-batches with consecutive units up to the budget; the rows of each are in ascending order."""
     held: list[Tensor] = []
     size = 0
     for unit in units:
         joined = tokens.rows(torch.cat([*held, unit])).computed(packed=packed)
         if held and joined > token_budget:
-            yield MicroBatch(torch.cat(held).sort().values, whole, size)
+            yield MicroBatch(torch.cat(held).sort().values, complete_groups, size)
             held, joined = [], tokens.rows(unit).computed(packed=packed)
         held.append(unit)
         size = joined
     if held:
-        yield MicroBatch(torch.cat(held).sort().values, whole, size)
+        yield MicroBatch(torch.cat(held).sort().values, complete_groups, size)
 
 
 def assign(micros: Sequence[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
     """Every `ranks.size`-th of `micros`, equally many on each rank: ranks with one less get an idle micro-batch."""
     if not micros:
         return []
-    shortest = MicroBatch(micros[-1].rows[-1:], whole=False, tokens=micros[-1].tokens, idle=True)
+    shortest = MicroBatch(micros[-1].rows[-1:], complete_groups=False, tokens=micros[-1].tokens, idle=True)
     return [*micros, *[shortest] * (-len(micros) % ranks.size)][ranks.rank :: ranks.size]
 
 
@@ -86,16 +86,16 @@ class TokenBudget:
         tokens: int,
         *,
         packed: bool,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         show_progress: Callable[[int, int], None] = lambda done, total: None,
         ranks: Ranks = SINGLE_PROCESS,
         sharded: bool = False,
     ) -> None:
-        """`say` reports a new budget; `show_progress` gets the finished and total number of a pass's micro-batches."""
+        """`log` reports a new budget; `show_progress` gets the finished and total number of a pass's micro-batches."""
         self.tokens = tokens
         self.packed = packed
         self.ranks = ranks
-        self._say, self._show_progress = say, show_progress
+        self._log, self._show_progress = log, show_progress
         self._sharded = sharded
 
     @classmethod
@@ -104,13 +104,13 @@ class TokenBudget:
         ranks, sharded = policy.ranks, policy.sharded
         return cls(config.micro_batch_tokens, packed=policy.packed, ranks=ranks, sharded=sharded, **callbacks)
 
-    def split(self, batch: Batch) -> list[MicroBatch]:
+    def split(self, tokens: Tokens, needed: Tensor) -> list[MicroBatch]:
         """The micro-batches of all ranks."""
-        return list(micro_batches(batch, self.tokens, packed=self.packed))
+        return list(micro_batches(tokens, needed, self.tokens, packed=self.packed))
 
-    def assigned(self, batch: Batch) -> Iterator[MicroBatch]:
+    def assigned(self, tokens: Tokens, needed: Tensor) -> Iterator[MicroBatch]:
         """This rank's micro-batches in order, with progress."""
-        micros = assign(self.split(batch), self.ranks)
+        micros = assign(self.split(tokens, needed), self.ranks)
         for done, micro in enumerate(micros):
             self._show_progress(done, len(micros))
             yield micro
@@ -141,9 +141,9 @@ class TokenBudget:
             yield
         except MicroBatchTooLarge as error:
             shortage = error.with_traceback(None)
-        shortages = [one for one in self.ranks.gather(shortage) if one is not None]
+        shortages = [error for error in self.ranks.gather(shortage) if error is not None]
         if shortages:
-            raise min(shortages, key=lambda one: one.tokens)
+            raise min(shortages, key=lambda error: error.tokens)
 
     def halve(self, tokens: int, rows: int, reason: str) -> None:
         """Halves the budget on every rank, after a micro-batch of so many tokens and rows ran out of memory.
@@ -159,7 +159,7 @@ class TokenBudget:
                     "gradient_checkpointing: true, quantization: 4bit, or a smaller max_completion_length"
                 )
         self.tokens = tokens // 2
-        self._say(
+        self._log(
             f"out of memory in a micro-batch of {rows} completions, {tokens} tokens: the step continues in "
             f"micro-batches of at most {self.tokens} tokens; set micro_batch_tokens: {self.tokens} to avoid this"
         )

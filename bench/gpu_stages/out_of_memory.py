@@ -48,14 +48,14 @@ def halved(sizes: Sizes) -> Iterator[Row]:
     held = memory(sizes)
     whole = gradient(policy, batch, config, whole_budget)
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else 0
-    said: list[str] = []
-    budget = TokenBudget.for_policy(config, policy, say=said.append)
+    messages: list[str] = []
+    budget = TokenBudget.for_policy(config, policy, log=messages.append)
     with limited(sizes, held, peak, batch.tokens):
         parts_gradient = gradient(policy, batch, config, budget)
     bound = AGREEMENT[sizes.dtype]
     yield compare("amir", f"{setting.case}, halved: gradient", parts_gradient, whole, to="the whole one", at_most=bound)
-    halvings = Ratio("steps that were not halved", float(not said), 0)
-    observed = {"halvings": len(said), "micro_batch_tokens": budget.tokens}
+    halvings = Ratio("steps that were not halved", float(not messages), 0)
+    observed = {"halvings": len(messages), "micro_batch_tokens": budget.tokens}
     yield make_row("amir", f"{setting.case}, halved", {"check": "halved"}, observed=observed, ratio=halvings)
 
 

@@ -114,9 +114,9 @@ def deviations(row: Row) -> dict[str, float]:
 class Report:
     """What the rows amount to: prints each as it comes, and counts what fails the check."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, print_line: Callable[[str], None]) -> None:
         self.rows = self.bad = 0
-        self._say = say
+        self._print = print_line
 
     def add(self, row: Row, own: bool = True) -> None:
         """Prints a row; counts it if it fails the check: work of ours that failed, or a bound that is missed."""
@@ -125,17 +125,17 @@ class Report:
         where = f"{row['contender']}: {case}"
         if FAILED in case:
             self.bad += own
-            self._say(f"FAILED  {where}")
+            self._print(f"FAILED  {where}")
         elif NOT_RUN in case:
-            self._say(f"not run {where}")
+            self._print(f"not run {where}")
         elif bound:
             met = row["ratio"] <= float(bound)
             self.bad += not met
-            self._say(f"{'met' if met else 'MISSED':7} {row['ratio']:.3g} <= {bound}  {where} / {row['ratio_to']}")
+            self._print(f"{'met' if met else 'MISSED':7} {row['ratio']:.3g} <= {bound}  {where} / {row['ratio_to']}")
         else:
-            self._say(f"        {figures(row)}  {where}")
+            self._print(f"        {figures(row)}  {where}")
         for name, ratio in deviations(row).items():
-            self._say(f"DIFFERS {ratio:.2f} times the predicted {name}: {where}")
+            self._print(f"DIFFERS {ratio:.2f} times the predicted {name}: {where}")
 
 
 def figures(row: Row) -> str:
