@@ -250,9 +250,9 @@ class DatasetTask(Settings):
     @model_validator(mode="after")
     def _one_of_each(self) -> "DatasetTask":
         if (self.prompt is None) == (self.messages is None):
-            found = "neither is" if self.prompt is None else "both are"
+            state = "neither is" if self.prompt is None else "both are"
             raise ValueError(
-                f"expected either prompt (a template) or messages (a column of chat messages), and {found} set"
+                f"expected either prompt (a template) or messages (a column of chat messages), and {state} set"
             )
         sources = [k for k in ("held_out", "held_out_path", "held_out_split") if getattr(self, k) is not None]
         if len(sources) > 1:
@@ -282,8 +282,8 @@ class RewardSettings(Settings):
     @model_validator(mode="after")
     def _of_one_kind(self) -> "RewardSettings":
         if (self.name is None) == (self.function is None):
-            found = "neither is" if self.name is None else "both are"
-            raise ValueError(f"expected either name (a shipped reward) or function (your own), and {found} set")
+            state = "neither is" if self.name is None else "both are"
+            raise ValueError(f"expected either name (a shipped reward) or function (your own), and {state} set")
         if self.name is not None and self.name not in REWARDS:
             raise ValueError(f"name {self.name!r}: expected one of {', '.join(REWARDS)}{nearest(self.name, REWARDS)}")
         if self.function is not None and not re.fullmatch(r".+:[A-Za-z_][\w.]*", self.function):

@@ -52,9 +52,9 @@ class Ranks:
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """This rank's consecutive share of `items`; the lengths of shares differ by at most one and may be 0."""
-        each, more = divmod(len(items), self.size)
-        begin = self.rank * each + min(self.rank, more)
-        return items[begin : begin + each + (self.rank < more)]
+        quotient, remainder = divmod(len(items), self.size)
+        begin = self.rank * quotient + min(self.rank, remainder)
+        return items[begin : begin + quotient + (self.rank < remainder)]
 
     def name(self, stream: int | str) -> int | str:
         """The name of a random stream on this rank; on the first rank it is that of a single process."""
@@ -95,7 +95,7 @@ class Ranks:
             yield
         except (ConfigError, RunStopped) as refusal:
             error = type(refusal), str(refusal)
-        errors = [one for one in self.gather(error) if one is not None]
+        errors = [raised for raised in self.gather(error) if raised is not None]
         if not errors:
             return
         kind = errors[0][0]

@@ -218,12 +218,12 @@ class Trainer:
         """The step's groups, from one or several rounds of sampling; all completions are written to disk."""
         c, groups, records = self.config, Groups(self.config), []
         while count := groups.missing:
-            stream = f"{step}/round {len(groups.kept)}" if groups.kept else step
+            stream = f"{step}/round {len(groups.trained)}" if groups.trained else step
             prompts = self._next_prompts(count)
             rollout, scores = self._sample_and_reward(prompts, c.num_generations, stream, clock)
-            kept = groups.add(rollout, scores)
+            trained = groups.add(rollout, scores)
             for row, record in enumerate(completion_records(prompts, rollout, scores, c)):
-                records.append(record | {"trained": kept[row // c.num_generations]})
+                records.append(record | {"trained": trained[row // c.num_generations]})
             self.directory.record_completions("step", step, records)
         return groups
 

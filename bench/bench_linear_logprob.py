@@ -115,17 +115,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def peers(best_chunk: int | None) -> dict[str, Contender]:
     """Full logits, and the contenders that are installed; reports those that are missing."""
-    found: dict[str, Contender] = {FULL: full_logits}
+    contenders: dict[str, Contender] = {FULL: full_logits}
     if best_chunk:
-        found |= {TRL_DEFAULT: trl_chunked(trl_default_chunk()), TRL_BEST: trl_chunked(best_chunk)}
+        contenders |= {TRL_DEFAULT: trl_chunked(trl_default_chunk()), TRL_BEST: trl_chunked(best_chunk)}
     if not installed("liger_kernel"):
-        return found
-    found[LIGER] = liger(compiled=False)
+        return contenders
+    contenders[LIGER] = liger(compiled=False)
     if shutil.which(os.environ.get("CXX", "g++")):
-        found[LIGER_COMPILED] = liger(compiled=True)
+        contenders[LIGER_COMPILED] = liger(compiled=True)
     else:
         console.print(f"no C++ compiler: {LIGER_COMPILED} is left out")
-    return found
+    return contenders
 
 
 def installed(package: str) -> bool:
@@ -204,8 +204,10 @@ class Products:
                 for c in blocks(weight.shape[0], self.columns):
                     product(r, c, tile[: r.stop - r.start, : c.stop - c.start])
 
-        one, two, three = (measure(partial(all_blocks, product), CPU)[0] for product in (logits, to_hidden, to_weight))
-        return one, two, three
+        forward, hidden_grad, weight_grad = (
+            measure(partial(all_blocks, product), CPU)[0] for product in (logits, to_hidden, to_weight)
+        )
+        return forward, hidden_grad, weight_grad
 
 
 def blocks(size: int, step: int) -> list[slice]:
@@ -316,8 +318,8 @@ def measure_growth(head: HeadSize, rounds: int) -> list[Row]:
             for name, contender in contenders.items():
                 one_run(name, contender, problem, seconds, memory)
         console.print(f"T = {tokens:,}, seconds: {rounded({name: min(values) for name, values in seconds.items()})}")
-        made = make_rows(f"{head}, {GROWTH}, {FROZEN}, T = {tokens:,}, float32", seconds, memory)
-        rows += [row | {"workload": workload(head, GROWTH, tokens)} for row in made]
+        case_rows = make_rows(f"{head}, {GROWTH}, {FROZEN}, T = {tokens:,}, float32", seconds, memory)
+        rows += [row | {"workload": workload(head, GROWTH, tokens)} for row in case_rows]
     return rows
 
 

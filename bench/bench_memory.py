@@ -94,11 +94,11 @@ class Setting:
         """In words."""
         work = self.workload
         trained = "every weight" if self.full else "LoRA r 16"
-        kept = ", layers checkpointed" if self.checkpointing else ""
-        kept += " and offloaded" if self.offload else ""
+        saved = ", layers checkpointed" if self.checkpointing else ""
+        saved += " and offloaded" if self.offload else ""
         return (
             f"{self.model} {work['weights']}, {trained}, {self.rows} completions of {self.completion:,} tokens, prompt "
-            f"of {self.prompt:,}, micro-batches of up to {work['micro_batch_tokens']:,} tokens{kept}"
+            f"of {self.prompt:,}, micro-batches of up to {work['micro_batch_tokens']:,} tokens{saved}"
         )
 
 

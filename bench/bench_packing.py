@@ -84,12 +84,12 @@ def rows_of(policies: dict[str, Policy], ratio: float, repeats: int) -> list[dic
     """The rows of one ratio."""
     tokens = group_of(ratio, policies[PACKED].device)
     work = {name: partial(training_pass, policy, tokens) for name, policy in policies.items()}
-    refuse_disagreement(*(one() for one in work.values()))
+    refuse_disagreement(*(run() for run in work.values()))
     seconds: dict[str, list[float]] = {name: [] for name in work}
     peaks: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
-        for name, one in work.items():
-            elapsed, peak, _ = measure(one, tokens.prompt_ids.device)
+        for name, run in work.items():
+            elapsed, peak, _ = measure(run, tokens.prompt_ids.device)
             seconds[name].append(elapsed)
             peaks[name] += [] if peak is None else [peak]
     timings = {name: timing(values) for name, values in seconds.items()}
@@ -124,10 +124,10 @@ def rows_of(policies: dict[str, Policy], ratio: float, repeats: int) -> list[dic
     ]
 
 
-def refuse_disagreement(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
+def refuse_disagreement(first: tuple[Tensor, list[Tensor]], second: tuple[Tensor, list[Tensor]]) -> None:
     """Raises if the contenders do not compute the same; this is also their warm-up."""
-    torch.testing.assert_close(one[0], other[0], rtol=1e-5, atol=1e-4)
-    for left, right in zip(one[1], other[1], strict=True):
+    torch.testing.assert_close(first[0], second[0], rtol=1e-5, atol=1e-4)
+    for left, right in zip(first[1], second[1], strict=True):
         if (left - right).norm() > 1e-4 * right.norm():
             raise ValueError(f"gradients differ by {float((left - right).norm() / right.norm()):.1e}, expected 1e-4")
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rows import kept
+from rows import kept_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 LIGHT = {"text": "#24292f", "grid": "#d0d7de", "sampled": "#0969da", "held out": "#bc4c00"}
@@ -18,10 +18,10 @@ PICTURES = {DOCS / "quickstart-light.svg": LIGHT, DOCS / "quickstart-dark.svg": 
 
 def newest_curve() -> dict[str, Any]:
     """The newest kept row that has a curve."""
-    found = [row for row in kept() if "curve" in row]
-    if not found:
+    curves = [row for row in kept_rows() if "curve" in row]
+    if not curves:
         raise SystemExit("no kept row has a curve: run bench/bench_quickstart.py")
-    return found[-1]
+    return curves[-1]
 
 
 def description(row: dict[str, Any]) -> str:

@@ -143,15 +143,15 @@ def trim(wheel: Path, toolkit: str) -> Path:
     """The wheel without the libraries that are built for another toolkit."""
     with zipfile.ZipFile(wheel) as archive:
         members = archive.infolist()
-        kept = [
+        wanted = [
             member for member in members if (TOOLKIT_LIBRARY.search(member.filename) or ["", toolkit])[1] == toolkit
         ]
-        if len(kept) == len(members):
+        if len(wanted) == len(members):
             return wheel
         smaller = wheel.with_suffix(".smaller")
-        with zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as made:
-            for member in kept:
-                made.writestr(member, archive.read(member))
+        with zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as smaller_archive:
+            for member in wanted:
+                smaller_archive.writestr(member, archive.read(member))
     return smaller.replace(wheel)
 
 

@@ -65,7 +65,7 @@ def refuse_nested_workload(workload: dict[str, Any]) -> None:
         raise ValueError(f"workload: expected names with single values, found {nested or 'none'}")
 
 
-def kept() -> list[Row]:
+def kept_rows() -> list[Row]:
     """Every kept row, oldest first."""
     lines = [line for path in RESULTS.glob("*.jsonl") for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda row: row["date"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bars import DEAD, FROZEN, FUSED, GROWTH, OURS, Bar, bars, latest_runs, tokens_of
-from rows import Row, host_of, kept, newest
+from rows import Row, host_of, kept_rows, newest
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS, HARDWARE = ROOT / "README.md", ROOT / "bench" / "RESULTS.md", ROOT / "docs" / "hardware.md"
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is behind the rows")
     check = parser.parse_args().check
-    rows, behind = kept(), 0
+    rows, behind = kept_rows(), 0
     for path in DOCUMENTS:
         text = path.read_text()
         renewed = with_tables(text, rows)
@@ -47,7 +47,7 @@ def with_tables(text: str, rows: Sequence[Row]) -> str:
     unknown = set(names) - set(TABLES)
     if not names or unknown:
         raise ValueError(f"expected `<!-- rows: NAME -->` with NAME of {', '.join(TABLES)}; found {names or 'none'}")
-    return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{TABLES[found[1]](rows)}\n<!-- end of rows -->", text)
+    return BLOCK.sub(lambda match: f"<!-- rows: {match[1]} -->\n{TABLES[match[1]](rows)}\n<!-- end of rows -->", text)
 
 
 # ---- cells ---------------------------------------------------------------------------------------------------------

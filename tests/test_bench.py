@@ -71,7 +71,7 @@ def test_every_kept_row_has_its_birth_certificate_and_its_workload(bench):
 def test_a_row_comes_back_as_it_was_kept(bench):
     path = bench.rows.keep(row())
     assert path.name == "2026-01-02-a-processor.jsonl"
-    assert bench.rows.kept() == [row()]
+    assert bench.rows.kept_rows() == [row()]
 
 
 @pytest.mark.parametrize("wrong", [{"gpu": "none"}, {"seconds": ...}], ids=["unknown", "missing"])
@@ -167,7 +167,7 @@ def test_the_results_show_every_benchmark(bench):
 
 def test_the_readme_has_six_rows_with_the_peers_beside_ours(bench, monkeypatch):
     monkeypatch.setattr(bench.rows, "RESULTS", bench.results)
-    lines = [line for line in bench.table.headline(bench.rows.kept()).splitlines() if line.startswith("|")][2:]
+    lines = [line for line in bench.table.headline(bench.rows.kept_rows()).splitlines() if line.startswith("|")][2:]
     assert len(lines) == 6
     assert all("MB" in line for line in lines if "preference_loss" not in line)
 
@@ -203,7 +203,7 @@ def test_the_documented_row_can_be_kept(bench, tmp_path):
     if not (ROOT / ".git").exists():
         pytest.skip("a row names its commit: not a git checkout")
     exec(snippet, {})
-    (kept,) = bench.rows.kept()
+    (kept,) = bench.rows.kept_rows()
     assert kept["seconds"] == {"median": 0.11, "min": 0.1, "max": 0.12, "n": 3}
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", kept["commit"])
     assert kept["versions"]["torch"]

@@ -97,7 +97,7 @@ def test_groups_that_agree_are_known() -> None:
 def test_rounds_end_when_enough_is_groups_that_differ_or_their_number_is_up(settings, kept, missing) -> None:
     groups = Groups(run_config(dynamic_sampling=settings))
     assert groups.missing == 3
-    groups.kept = [list(map(bool, flags)) for flags in kept]
+    groups.trained = [list(map(bool, flags)) for flags in kept]
     assert groups.missing == missing
 
 

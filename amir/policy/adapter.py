@@ -122,8 +122,8 @@ def _refuse_keys(source: Source, keys: list[str], problem: str) -> None:
         raise ConfigError(f"{source.setting}: {problem}: {min(keys)}{others}; expected {EXPECTED}")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.cpu(), other.to(one.dtype))
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.cpu(), second.to(first.dtype))
 
 
 def _other_base(source: Source, saved: Any, model: str, revision: str | None) -> list[str]:
@@ -153,9 +153,9 @@ def _other_base(source: Source, saved: Any, model: str, revision: str | None) ->
     return [note]
 
 
-def _same_weights(one: Path, other: Path) -> bool | None:
+def _same_weights(first: Path, second: Path) -> bool | None:
     """Whether two folders hold the same tensors; None if names, shapes or dtypes differ, or if one has none."""
-    files = [_tensor_files(folder) for folder in (one, other)]
+    files = [_tensor_files(folder) for folder in (first, second)]
     if not files[0] or files[0].keys() != files[1].keys():
         return None
     for name in files[0]:
@@ -169,11 +169,11 @@ def _same_weights(one: Path, other: Path) -> bool | None:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """The safetensors file of each tensor of a model's folder."""
-    found = {}
+    files = {}
     for path in folder.glob("model*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found.update(dict.fromkeys(file.keys(), path))
-    return found
+            files.update(dict.fromkeys(file.keys(), path))
+    return files
 
 
 def _tensor(path: Path, name: str) -> Tensor:

@@ -211,8 +211,8 @@ def _refuse_other_values(setting: str, base: Any, integers: set[str]) -> None:
     """ConfigError for weights that are not finite, and for integers in place of the weights of an unquantized layer."""
     for name, weight in base.named_parameters():
         if weight.is_floating_point() and (name in integers or not weight.isfinite().all()):
-            found = "integers, as of a quantized model" if name in integers else "NaN or infinity"
-            raise ConfigError(f"{setting}: {name} holds {found}; expected finite floating-point weights")
+            values = "integers, as of a quantized model" if name in integers else "NaN or infinity"
+            raise ConfigError(f"{setting}: {name} holds {values}; expected finite floating-point weights")
 
 
 def _notes(config: RunConfig, model_config: Any) -> list[str]:

@@ -89,8 +89,8 @@ def _vocabulary(body: Any) -> int:
 
 def _rope_types(body: Any) -> str:
     """The types of the rotary embeddings that are not the default one, in parentheses."""
-    found = {str(kind) for module in body.modules() for kind in _types(getattr(module, "rope_type", None))}
-    return f" (its rotary embeddings are of type {', '.join(sorted(found))})" if found - {"default"} else ""
+    types = {str(kind) for module in body.modules() for kind in _types(getattr(module, "rope_type", None))}
+    return f" (its rotary embeddings are of type {', '.join(sorted(types))})" if types - {"default"} else ""
 
 
 def _types(rope_type: Any) -> list[Any]:

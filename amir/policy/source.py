@@ -68,11 +68,11 @@ class Source:
 
     def integer_tensors(self) -> set[str]:
         """Names of the tensors of integers in the safetensors files of a model."""
-        found = set()
+        names = set()
         for path in self._files(("model*.safetensors",)):
             with safe_open(path, framework="pt") as file:
-                found |= {name for name in sorted(file.keys()) if file.get_slice(name).get_dtype()[0] in "IU"}
-        return found
+                names |= {name for name in sorted(file.keys()) if file.get_slice(name).get_dtype()[0] in "IU"}
+        return names
 
     def _files(self, patterns: tuple[str, ...]) -> list[Path]:
         return sorted({path for pattern in patterns for path in self._folder.glob(pattern) if path.is_file()})
@@ -169,16 +169,16 @@ _USE_ADAPTER = "set model to its base model, and lora.adapter to this one"
 
 def _refuse_adapter(setting: str, folder: Path) -> None:
     """ConfigError for an adapter, also beside a whole model: Transformers would load it without training it."""
-    found = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
-    if found is None:
+    file = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+    if file is None:
         return
     if (folder / "config.json").is_file():
         raise ConfigError(
-            f"{setting}: it has both a model (config.json) and an adapter ({found}), so it does not say which weights "
+            f"{setting}: it has both a model (config.json) and an adapter ({file}), so it does not say which weights "
             "are meant; move the adapter's files to another folder, and name that in lora.adapter to continue from it"
         )
     base = f", made for {name!r}" if (name := _recorded_base(folder)) else ""
-    raise ConfigError(f"{setting}: it is the folder of an adapter ({found}{base}); {_USE_ADAPTER}")
+    raise ConfigError(f"{setting}: it is the folder of an adapter ({file}{base}); {_USE_ADAPTER}")
 
 
 def _recorded_base(folder: Path) -> str | None:

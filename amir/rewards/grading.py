@@ -254,11 +254,11 @@ def _compare_part(answer: str, gold: str) -> Verdict:
 
 
 def _compare_unordered(answers: list[str], golds: list[str]) -> Verdict:
-    left, open_question = list(golds), False
+    unmatched, open_question = list(golds), False
     for answer in answers:
-        verdicts = [_compare_part(answer, gold) for gold in left]
+        verdicts = [_compare_part(answer, gold) for gold in unmatched]
         if Verdict.EQUAL in verdicts:
-            left.pop(verdicts.index(Verdict.EQUAL))
+            unmatched.pop(verdicts.index(Verdict.EQUAL))
         elif Verdict.NEEDS_ALGEBRA in verdicts:
             open_question = True
         else:

@@ -41,39 +41,41 @@ class Groups:
     config: RunConfig
     rollouts: list[Rollout] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)  # float32 [N * G, F] each
-    kept: list[list[bool]] = field(default_factory=list)  # one flag per group of each round
+    trained: list[list[bool]] = field(default_factory=list)  # one flag per group of each round
 
     def add(self, rollout: Rollout, scores: Tensor) -> list[bool]:
         """Adds a round; returns which of its groups are trained on."""
         self.rollouts.append(rollout)
         self.scores.append(scores)
-        self.kept.append(differing_groups(scores, self.config))
-        return self.kept[-1]
+        self.trained.append(differing_groups(scores, self.config))
+        return self.trained[-1]
 
     @property
     def missing(self) -> int:
         """Groups that the next round should sample; 0 if no further round is needed or allowed."""
         dynamic, target = self.config.dynamic_sampling, self.config.prompts_per_step
-        if not self.kept:
+        if not self.trained:
             return target
-        if dynamic is None or len(self.kept) == dynamic.max_rounds:
+        if dynamic is None or len(self.trained) == dynamic.max_rounds:
             return 0
-        kept = sum(map(sum, self.kept))
-        return 0 if kept / target >= dynamic.min_valid_share else target - kept
+        count = sum(map(sum, self.trained))
+        return 0 if count / target >= dynamic.min_valid_share else target - count
 
     def chosen(self) -> tuple[Rollout, Tensor]:
         """The groups to train on and their scores `[B, F]`; the first round if no group has differing rewards."""
-        if not any(map(any, self.kept)):
+        if not any(map(any, self.trained)):
             return self.rollouts[0], self.scores[0]
         size = self.config.num_generations
-        scores = [s[torch.tensor(kept).repeat_interleave(size)] for s, kept in zip(self.scores, self.kept, strict=True)]
-        selected = [rollout.select(kept) for rollout, kept in zip(self.rollouts, self.kept, strict=True)]
+        scores = [
+            s[torch.tensor(flags).repeat_interleave(size)] for s, flags in zip(self.scores, self.trained, strict=True)
+        ]
+        selected = [rollout.select(flags) for rollout, flags in zip(self.rollouts, self.trained, strict=True)]
         return concatenate(selected), torch.cat(scores)
 
     def sums(self) -> dict[str, int]:
         """Counts for the step's metrics."""
         return {
-            "groups_sampled": sum(map(len, self.kept)),
-            "sampling_rounds": len(self.kept),
+            "groups_sampled": sum(map(len, self.trained)),
+            "sampling_rounds": len(self.trained),
             "unusable": sum(sum(rollout.unusable or []) for rollout in self.rollouts),
         }

@@ -36,7 +36,7 @@ class Rollout:
         """The groups whose flag is True; one flag per prompt."""
         rows = [row for row in range(len(self.completions)) if groups[row // self.group_size]]
         return Rollout(
-            [prompt for prompt, kept in zip(self.prompts, groups, strict=True) if kept],
+            [prompt for prompt, selected in zip(self.prompts, groups, strict=True) if selected],
             [self.completions[row] for row in rows],
             [self.texts[row] for row in rows],
             [self.truncated[row] for row in rows],
@@ -88,16 +88,16 @@ def make_rollout(
     if logprobs is not None and any(row is not None for row in logprobs):
         known = [_known_logprobs(row, len(ids)) for row, ids in zip(logprobs, completions, strict=True)]
     lengths = [completion_length(ids, policy.eos_ids) for ids in completions]
-    kept = [list(ids[:length]) for ids, length in zip(completions, lengths, strict=True)]
-    truncated = [not ids or ids[-1] not in policy.eos_ids for ids in kept]
-    group_size = len(kept) // len(prompts)
+    trimmed = [list(ids[:length]) for ids, length in zip(completions, lengths, strict=True)]
+    truncated = [not ids or ids[-1] not in policy.eos_ids for ids in trimmed]
+    group_size = len(trimmed) // len(prompts)
     texts = [
         decode_continuation(policy.tokenizer, prompts[row // group_size], ids if truncated[row] else ids[:-1])
-        for row, ids in enumerate(kept)
+        for row, ids in enumerate(trimmed)
     ]
     rollout = Rollout(
         prompts,
-        kept,
+        trimmed,
         texts,
         truncated,
         unusable=unusable,

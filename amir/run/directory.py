@@ -375,7 +375,7 @@ def _changes(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
         for key in now | before:
             yield from _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for one, other in zip(before, now, strict=True):
-            yield from _changes(one, other, name)
+        for entry_before, entry_now in zip(before, now, strict=True):
+            yield from _changes(entry_before, entry_now, name)
     elif before != now:
         yield name, before, now

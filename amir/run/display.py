@@ -103,9 +103,9 @@ class Terminal:
         self._last_steps: deque[float] = deque(maxlen=10)
         self._phase = "starting"
         columns: list[ProgressColumn] = [BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("steps")]
-        columns += [TextColumn("{task.description}"), TextColumn("{task.fields[left]}")]
+        columns += [TextColumn("{task.description}"), TextColumn("{task.fields[time_left]}")]
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._task: TaskID = self._progress.add_task(self._phase, total=total_steps, left="")
+        self._task: TaskID = self._progress.add_task(self._phase, total=total_steps, time_left="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -139,9 +139,9 @@ class Terminal:
             f"{metrics['tokens_per_second']:.0f} tok/s  {metrics['peak_memory_mb'] / 1000:.1f} GB"
         )
         self._last_steps.append(metrics["step_seconds"])
-        left = self._time_left(metrics["step"])
-        self._progress.update(self._task, completed=metrics["step"], left=left)
-        line = f"step {metrics['step']:4d}/{self._total}  {summary}  {metrics['step_seconds']:.1f} s  {left}"
+        time_left = self._time_left(metrics["step"])
+        self._progress.update(self._task, completed=metrics["step"], time_left=time_left)
+        line = f"step {metrics['step']:4d}/{self._total}  {summary}  {metrics['step_seconds']:.1f} s  {time_left}"
         self.console.print(line.rstrip(), highlight=False, soft_wrap=True)
         self._show_in_tensorboard(metrics, tag)
 

@@ -89,19 +89,19 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def _last_block(text: str) -> tuple[int, str] | None:
-    found, begin = None, None
+    block, begin = None, None
     for match in _BLOCK.finditer(text):
         if match[0][1] != "/":
             begin = match.end()
         elif begin is not None:
-            found, begin = (match.end(), text[begin : match.start()].strip()), None
-    if found is None or not found[1]:
+            block, begin = (match.end(), text[begin : match.start()].strip()), None
+    if block is None or not block[1]:
         return None
-    boxed = last_boxed(found[1])
+    boxed = last_boxed(block[1])
     if boxed is not None:
-        return found[0], boxed
-    said = _last_said(found[1])
-    return found[0], found[1] if said is None else said
+        return block[0], boxed
+    said = _last_said(block[1])
+    return block[0], block[1] if said is None else said
 
 
 def _last_hashes(text: str) -> tuple[int, str] | None:

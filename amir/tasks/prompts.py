@@ -54,11 +54,11 @@ def encode_prompts(
 
     `eos_ids`: tokens that end a completion besides the tokenizer's own EOS.
     """
-    kept: list[Prompt] = []
+    encoded: list[Prompt] = []
     prefix = response_prefix(tokenizer)
     seen = too_long = too_short = 0
     for example in examples:
-        if limit is not None and len(kept) >= limit:
+        if limit is not None and len(encoded) >= limit:
             break
         seen += 1
         ids = prompt_ids(tokenizer, example, config, eos_ids)
@@ -76,7 +76,7 @@ def encode_prompts(
         too_long += len(ids) > config.max_prompt_length
         too_short += len(ids) < config.min_prompt_length
         if config.min_prompt_length <= len(ids) <= config.max_prompt_length:
-            kept.append(Prompt(replace(example, response_prefix=prefix), ids, decode(tokenizer, ids)))
+            encoded.append(Prompt(replace(example, response_prefix=prefix), ids, decode(tokenizer, ids)))
     bounds = (
         (too_long, f"longer than max_prompt_length = {config.max_prompt_length}"),
         (too_short, f"shorter than min_prompt_length = {config.min_prompt_length}"),
@@ -84,7 +84,7 @@ def encode_prompts(
     for count, reason in bounds:
         if count:
             log(f"dropped {count} of {seen} {name} prompts, which are {reason} tokens")
-    return kept
+    return encoded
 
 
 def describe_prompts(prompts: Sequence[Prompt], tokenizer: Any, config: RunConfig) -> list[str]:
@@ -241,8 +241,8 @@ def response_prefix(tokenizer: Any) -> str:
 
 def _after_common_start(text: str, other: str) -> str:
     """What follows in `text` the longest start that it shares with `other`."""
-    for place, (one, two) in enumerate(zip(text, other, strict=False)):
-        if one != two:
+    for place, (first, second) in enumerate(zip(text, other, strict=False)):
+        if first != second:
             return text[place:]
     return text[len(other) :]
 

@@ -46,7 +46,7 @@ def _matching(pattern: str, key: str) -> list[str]:
     path = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
     if not glob.has_magic(path) or Path(path).exists():
         return [pattern]
-    files = sorted(found for found in glob.glob(path, recursive=True) if Path(found).is_file())
+    files = sorted(match for match in glob.glob(path, recursive=True) if Path(match).is_file())
     if not files:
         raise ConfigError(f"{key} = {pattern!r}: no file matches this pattern; expected at least one")
     return files
@@ -129,12 +129,12 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ConfigError(f"key {twice!r} is a duplicate; remove one of the two")
-    return made
+    return entries
 
 
 def _integer(digits: str) -> int | str:

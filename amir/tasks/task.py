@@ -43,15 +43,15 @@ class Task:
 def disjoint(train: list[Example], held_out: list[Example]) -> Task:
     """A task without the training examples that repeat a held-out prompt; their count is noted."""
     held_out_prompts = {_key(example) for example in held_out}
-    kept = [example for example in train if _key(example) not in held_out_prompts]
-    dropped = len(train) - len(kept)
-    if train and not kept:
+    remaining = [example for example in train if _key(example) not in held_out_prompts]
+    dropped = len(train) - len(remaining)
+    if train and not remaining:
         raise ConfigError(
             f"task: all {len(train)} training examples repeat a held-out prompt; expected held-out data with other "
             "prompts"
         )
     note = f"dropped {dropped} of {len(train)} training examples, which repeat a held-out prompt"
-    return Task(kept, held_out, (note,) if dropped else ())
+    return Task(remaining, held_out, (note,) if dropped else ())
 
 
 def _key(example: Example) -> tuple[str, ...]:

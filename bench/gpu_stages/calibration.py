@@ -133,13 +133,13 @@ def forward_row(sizes: Sizes, size: HeadSize, tokens: int, case: str, workload: 
     )
     stats = block_stats(head, block, False)
     rows = min(COMPARED_ROWS, tokens)
-    found, expected = (stats.shift + stats.total.log())[:rows], plain_logits(head, block)[:rows].logsumexp(-1)
-    yield agreement("stats_kernel", f"log-sum-exp, {size}, T = {tokens:,}{case}", found, expected)
+    measured, expected = (stats.shift + stats.total.log())[:rows], plain_logits(head, block)[:rows].logsumexp(-1)
+    yield agreement("stats_kernel", f"log-sum-exp, {size}, T = {tokens:,}{case}", measured, expected)
 
 
-def agreement(name: str, case: str, found: Tensor, expected: Tensor) -> Row:
+def agreement(name: str, case: str, measured: Tensor, expected: Tensor) -> Row:
     """The relative difference from plain torch, and its bound."""
-    difference = relative_difference(found, expected)
+    difference = relative_difference(measured, expected)
     return make_row(name, case, {"check": case}, ratio=Ratio("plain torch", difference, AGREEMENT))
 
 
@@ -173,13 +173,13 @@ def backward_kernels(sizes: Sizes, size: HeadSize) -> Iterator[Row]:
         programs=math.ceil(block.padded / config.rows) * math.ceil((stop - start) / config.columns),
         at_once=config.programs,
     )
-    found = formed(block, coefficients, head.weight, start, stop)
+    dlogits = formed(block, coefficients, head.weight, start, stop)
     rows, target = min(COMPARED_ROWS, tokens), block.target[:COMPARED_ROWS]
     expected = 0.5 * (plain_logits(head, block)[:rows, start:stop] - 3).exp()
     inside = (target >= start) & (target < stop)
     expected[inside[:rows], (target[inside] - start)] = -0.25
-    yield agreement("dlogits_kernel", f"dlogits, {case}", found[:rows, : stop - start].float(), expected)
-    found = found.clone()
+    yield agreement("dlogits_kernel", f"dlogits, {case}", dlogits[:rows, : stop - start].float(), expected)
+    dlogits = dlogits.clone()
     kept_rows = min(block.padded, 384)
     head, block = block_of(sizes, size, tokens)
     kept = empty_kept_logits(head, block.padded)
@@ -194,7 +194,7 @@ def backward_kernels(sizes: Sizes, size: HeadSize) -> Iterator[Row]:
         moved=block.padded * (stop - start) * (4 + sizes.dtype.itemsize),
     )
     again = from_kept(block, coefficients, head.weight, start, stop)
-    count = float((again[:kept_rows] != found[:kept_rows]).sum())
+    count = float((again[:kept_rows] != dlogits[:kept_rows]).sum())
     bits = Ratio("entries with other bits", count, 0)
     yield make_row("kept_dlogits_kernel", f"the same dlogits, {case}", {"check": "kept bits", **workload}, ratio=bits)
 

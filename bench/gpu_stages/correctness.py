@@ -33,16 +33,16 @@ GROUP_BYTES = 24
 def parts(sizes: Sizes) -> list[Part]:
     """The parts, the most informative dtype first."""
     first, *others = sizes.dtypes
-    made = [Part(f"{name_of(first)} {options}", partial(numerics, sizes, first, options)) for options in OPTIONS]
-    made.append(Part("same bits", partial(bits, sizes)))
-    made.append(Part("fused loss", partial(fused_loss, sizes)))
-    made.append(Part("groups", partial(groups, sizes)))
-    made += [
+    stage_parts = [Part(f"{name_of(first)} {options}", partial(numerics, sizes, first, options)) for options in OPTIONS]
+    stage_parts.append(Part("same bits", partial(bits, sizes)))
+    stage_parts.append(Part("fused loss", partial(fused_loss, sizes)))
+    stage_parts.append(Part("groups", partial(groups, sizes)))
+    stage_parts += [
         Part(f"{name_of(dtype)} {options}", partial(numerics, sizes, dtype, options))
         for dtype in others
         for options in OPTIONS
     ]
-    return made
+    return stage_parts
 
 
 OPTIONS = ("plain", "all options")
@@ -234,9 +234,9 @@ def groups(sizes: Sizes) -> Iterator[Row]:
         on_device = [value.to(sizes.device) for value in (scores, rewards, ids)]
         for name, work in (("group_advantage", advantages), ("preference_loss", pairs)):
             case = f"B = {rows:,}, G = {size:,}, float32"
-            found = work(*(value[:some] for value in on_device))
+            measured = work(*(value[:some] for value in on_device))
             truth = work(scores[:some].double(), rewards[:some].double(), ids[:some], module=reference)
-            yield compare(name, f"{case}: error", found.cpu(), truth, to="float64", at_most=GROUP_ERROR)
+            yield compare(name, f"{case}: error", measured.cpu(), truth, to="float64", at_most=GROUP_ERROR)
             seconds = event_seconds(partial(work, *on_device), sizes.device, sizes.repeats)
             workload = {"check": "groups", "rows": rows, "group_size": size}
             expected = predict(rates_of(sizes), moved=rows * GROUP_BYTES)

@@ -56,21 +56,21 @@ def parts_of(name: str, value: Tensor, target: Tensor | None) -> list[tuple[str,
     return [(", at targets", at_target), (", elsewhere", ~at_target)]
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """|| found - expected || / || expected ||; infinite where a number is missing."""
-    if not bool(found.isfinite().all()):
+def relative_difference(measured: Tensor, expected: Tensor) -> float:
+    """|| measured - expected || / || expected ||; infinite where a number is missing."""
+    if not bool(measured.isfinite().all()):
         return float("inf")
     norm = expected.double().norm()
-    return float((found.double() - expected.double()).norm() / norm.clamp(min=1e-300))
+    return float((measured.double() - expected.double()).norm() / norm.clamp(min=1e-300))
 
 
-def compare(contender: str, case: str, found: Tensor, expected: Tensor, *, to: str, at_most: float) -> Row:
+def compare(contender: str, case: str, measured: Tensor, expected: Tensor, *, to: str, at_most: float) -> Row:
     """A row with the relative difference in norm, and its bound."""
-    ratio = Ratio(to, relative_difference(found, expected), at_most)
+    ratio = Ratio(to, relative_difference(measured, expected), at_most)
     return make_row(contender, case, {"check": case}, ratio=ratio)
 
 
-def same_bits(contender: str, case: str, found: Tensor, expected: Tensor) -> Row:
+def same_bits(contender: str, case: str, measured: Tensor, expected: Tensor) -> Row:
     """A row with the number of entries whose bits differ."""
-    count = float((found != expected).sum())
+    count = float((measured != expected).sum())
     return make_row(contender, case, {"check": case}, ratio=Ratio("entries with other bits", count, 0))

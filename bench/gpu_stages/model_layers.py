@@ -29,8 +29,8 @@ def parts(sizes: Sizes) -> list[Part]:
         "PyTorch's varlen_attn": torch_kernel,
         "flash-attn": flash_attn,
     }
-    made = [Part(name, partial(packed, sizes, name, kernel), 20) for name, kernel in attention.items()]
-    return [*made, Part("Liger's layers", partial(liger_layers, sizes), 20)]
+    kernels = [Part(name, partial(packed, sizes, name, kernel), 20) for name, kernel in attention.items()]
+    return [*kernels, Part("Liger's layers", partial(liger_layers, sizes), 20)]
 
 
 Kernel = Callable[..., Tensor]
@@ -71,10 +71,10 @@ def packed(sizes: Sizes, name: str, choose: Callable[[Sizes], Kernel | str | Non
     with torch.no_grad():
         expected = run(policy, tokens, is_packed=False)
         with patch.object(packed_attention, "varlen_kernel", lambda query, how: kernel):
-            found = run(policy, tokens, is_packed=True)
+            measured = run(policy, tokens, is_packed=True)
             seconds = event_seconds(partial(run, policy, tokens, is_packed=True), sizes.device, sizes.repeats)
     case = f"{setting.model}, {len(tokens)} x ({setting.prompt} + {setting.completion}) tokens, packed"
-    yield compare(name, f"{case}: hidden states", found, expected, to="padded rows", at_most=AGREEMENT[sizes.dtype])
+    yield compare(name, f"{case}: hidden states", measured, expected, to="padded rows", at_most=AGREEMENT[sizes.dtype])
     workload = {"check": "packed", "model": setting.model}
     yield make_row(name, f"{case}: forward", workload, seconds=seconds, expected=forward_time(sizes, policy, tokens))
 
@@ -104,10 +104,10 @@ def liger_layers(sizes: Sizes) -> Iterator[Row]:
         expected = policy.logprobs(tokens)
         before = event_seconds(lambda: policy.logprobs(tokens), sizes.device, sizes.repeats)
         apply_liger_layers(policy.base)
-        found = policy.logprobs(tokens)
+        measured = policy.logprobs(tokens)
         after = event_seconds(lambda: policy.logprobs(tokens), sizes.device, sizes.repeats)
     case = f"{setting.model}: log-probs"
-    yield compare("Liger's layers", case, found, expected, to="Transformers'", at_most=AGREEMENT[sizes.dtype])
+    yield compare("Liger's layers", case, measured, expected, to="Transformers'", at_most=AGREEMENT[sizes.dtype])
     for name, seconds in (("Transformers' layers", before), ("Liger's layers", after)):
         workload, predicted = {"check": "layers", "model": setting.model}, forward_time(sizes, policy, tokens)
         yield make_row(name, f"{case}, seconds", workload, seconds=seconds, expected=predicted)

@@ -27,9 +27,9 @@ GRADIENT_ERROR = 0.02
 
 def parts(sizes: Sizes) -> list[Part]:
     """The parts; what could leave the GPU in a bad state comes last."""
-    made = [Part(case.name, partial(check, sizes, case)) for case in cases(sizes)]
+    shapes = [Part(case.name, partial(check, sizes, case)) for case in cases(sizes)]
     return [
-        *made,
+        *shapes,
         Part("no tokens", partial(no_tokens, sizes)),
         Part("another stream", partial(another_stream, sizes)),
         Part("another GPU", partial(another_gpu, sizes)),
@@ -158,10 +158,10 @@ def small_call(sizes: Sizes, device: str) -> tuple[Results, Tensor]:
     return {n: v.to(device) for n, v in inputs.items()}, targets(rows, head.vocabulary, "cpu").to(device)
 
 
-def equal_results(case: str, found: Results, expected: Results) -> Iterator[Row]:
+def equal_results(case: str, measured: Results, expected: Results) -> Iterator[Row]:
     """The same numbers from the same inputs."""
     for name, value in expected.items():
-        yield compare("linear_logprob", f"{case}: {name}", found[name], value, to="the plain call", at_most=0)
+        yield compare("linear_logprob", f"{case}: {name}", measured[name], value, to="the plain call", at_most=0)
 
 
 def another_stream(sizes: Sizes) -> Iterator[Row]:
@@ -177,9 +177,9 @@ def another_stream(sizes: Sizes) -> Iterator[Row]:
     with torch.cuda.stream(stream), poisoned():
         torch.cuda._sleep(10**8)  # a call on another stream would read the zeros
         late = {name: torch.zeros_like(value).add_(value) for name, value in inputs.items()}
-        found = with_gradients(call, late)
+        measured = with_gradients(call, late)
     stream.synchronize()
-    yield from equal_results("another stream", found, expected)
+    yield from equal_results("another stream", measured, expected)
 
 
 def another_gpu(sizes: Sizes) -> Iterator[Row]:
@@ -190,8 +190,8 @@ def another_gpu(sizes: Sizes) -> Iterator[Row]:
     inputs, target = small_call(sizes, "cuda:0")
     expected = with_gradients(partial(our_head, target=target, backend=sizes.backend), inputs)
     inputs, target = small_call(sizes, "cuda:1")
-    found = with_gradients(partial(our_head, target=target, backend=sizes.backend), inputs)
-    yield from equal_results("another GPU", {n: v.to("cuda:0") for n, v in found.items()}, expected)
+    measured = with_gradients(partial(our_head, target=target, backend=sizes.backend), inputs)
+    yield from equal_results("another GPU", {n: v.to("cuda:0") for n, v in measured.items()}, expected)
 
 
 def graphs(sizes: Sizes) -> Iterator[Row]:
@@ -236,9 +236,9 @@ def huge(sizes: Sizes) -> Iterator[Row]:
             (grads[backend],) = torch.autograd.grad(logprob.sum(), leaf)
         contender = f"linear_logprob, {backend}"
         yield compare(contender, f"{case}: log-prob", logprob.detach(), truth, to="float64", at_most=HUGE_ERROR)
-    found, expected = grads[sizes.backend], grads["torch"]
+    measured, expected = grads[sizes.backend], grads["torch"]
     case = f"{case}: gradient of hidden"
-    yield compare("linear_logprob", case, found, expected, to="the torch backend", at_most=GRADIENT_ERROR)
+    yield compare("linear_logprob", case, measured, expected, to="the torch backend", at_most=GRADIENT_ERROR)
 
 
 def chunked_truth(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def in_turns(sizes: Sizes, head: HeadSize, name: str, loss: Contender, mode: str
     tokens = sizes.tokens[0]
     problem, case = problem_of(sizes, head, tokens, mode), case_of(sizes, head, tokens, mode)
     workload = {"mode": mode, "tokens": tokens, "dtype": str(sizes.dtype), **size_of(head)}
-    work = {contender: partial(gradients, made, problem) for contender, made in ((OURS, ours), (name, loss))}
+    work = {contender: partial(gradients, function, problem) for contender, function in ((OURS, ours), (name, loss))}
     difference = disagreement(work[name]()[1], work[OURS]()[1])
     agreement = Ratio("those of ours", difference, AGREEMENT)
     yield make_row(name, f"{case}: gradients", {"check": "gradients", **workload}, ratio=agreement)

@@ -76,9 +76,9 @@ def forward(problem: Problem) -> Tensor:
         return linear_logprob(problem.hidden, problem.weight, problem.target)
 
 
-def disagreement(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+def disagreement(measured: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """The largest relative difference of two sets of gradients."""
-    return max(relative_difference(a, b) for a, b in zip(found, expected, strict=True))
+    return max(relative_difference(a, b) for a, b in zip(measured, expected, strict=True))
 
 
 def operations(problem: Problem, contender: str, mode: str) -> int:
@@ -89,11 +89,11 @@ def operations(problem: Problem, contender: str, mode: str) -> int:
     weight, compute = problem.weight, problem.weight.dtype
     head = Head(weight.detach(), None, None, None, 1.0, compute)
     workspace = default_workspace(weight.device)
-    kept = contender == FUSED and keeps_logits(head, workspace, mode == TRAINED)
+    from_kept_logits = contender == FUSED and keeps_logits(head, workspace, mode == TRAINED)
     if mode == FROZEN:
-        return 4 if kept else 6
+        return 4 if from_kept_logits else 6
     blocks = len(Tiling.of(head, workspace, problem.target.numel()).rows)
-    return 6 if kept else 10 if compute.itemsize == 2 and blocks > 1 else 8
+    return 6 if from_kept_logits else 10 if compute.itemsize == 2 and blocks > 1 else 8
 
 
 def keeps_logits(head: Head, workspace: int, trained: bool) -> bool:

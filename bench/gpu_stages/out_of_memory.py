@@ -100,10 +100,10 @@ def _limited_gpu(allowed: int) -> Iterator[None]:
 def _raised(tokens: int) -> Iterator[None]:
     honest = Policy.logprobs_entropy
 
-    def short_of_memory(policy: Policy, given: Tokens) -> Any:
-        if given.computed(packed=True) >= tokens:
+    def short_of_memory(policy: Policy, batch: Tokens) -> Any:
+        if batch.computed(packed=True) >= tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. This is a rehearsal.")
-        return honest(policy, given)
+        return honest(policy, batch)
 
     with patch.object(Policy, "logprobs_entropy", short_of_memory):
         yield

@@ -76,19 +76,21 @@ def quantize(body: nn.Module, sizes: Sizes) -> None:
         if type(layer) is not nn.Linear:
             continue
         out, width = layer.weight.shape
-        made = Linear4bit(width, out, layer.bias is not None, sizes.dtype, quant_type="nf4")
-        made.weight = Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", module=made)
-        made.bias = layer.bias
+        quantized = Linear4bit(width, out, layer.bias is not None, sizes.dtype, quant_type="nf4")
+        quantized.weight = Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", module=quantized)
+        quantized.bias = layer.bias
         parent, _, leaf = name.rpartition(".")
-        setattr(body.get_submodule(parent), leaf, made.to(sizes.device))
+        setattr(body.get_submodule(parent), leaf, quantized.to(sizes.device))
 
 
 def small_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """A token for each id; text is not needed."""
     words = {"<pad>": PAD, "<eos>": EOS} | {f"w{number}": number for number in range(2, vocabulary)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left")
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
 
 
 def body_weights(model: nn.Module) -> int:

@@ -38,14 +38,14 @@ def run_stage(
     stage, began, skip = STAGES[name], time.monotonic(), 0
     stage = stage._replace(seconds=stage.seconds * patience)
     while True:
-        left = stage.seconds - (time.monotonic() - began)
-        if left < MIN_SECONDS:
+        seconds_left = stage.seconds - (time.monotonic() - began)
+        if seconds_left < MIN_SECONDS:
             reason = f"its limit of {stage.seconds:g} s is spent; the parts from number {skip} on are missing"
             record(failed("stage", name, reason), True)
             return
         child = _Child([*command, "--skip", str(skip)], environment)
         try:
-            skip_to = _follow(child, name, stage, left, patience, record)
+            skip_to = _follow(child, name, stage, seconds_left, patience, record)
         finally:
             child.stop()
         if skip_to is None:
@@ -53,13 +53,15 @@ def run_stage(
         skip = skip_to
 
 
-def _follow(child: "_Child", name: str, stage: Stage, left: float, patience: float, record: Record) -> int | None:
+def _follow(
+    child: "_Child", name: str, stage: Stage, seconds_left: float, patience: float, record: Record
+) -> int | None:
     """Records what a process reports; returns the number of the part to continue with, or None if there is none.
 
     None also if the process fails before its first part, since every repetition would fail.
     """
     part: dict[str, Any] = {"number": None, "name": "start", "own": True, "seconds": START_SECONDS, "last": True}
-    stage_end = time.monotonic() + left
+    stage_end = time.monotonic() + seconds_left
     part_end = time.monotonic() + START_SECONDS * patience
     while True:
         until = min(stage_end, part_end)

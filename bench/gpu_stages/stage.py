@@ -100,15 +100,15 @@ def message_of(error: BaseException) -> str:
 
 def deviations(row: Row) -> dict[str, float]:
     """Measured over predicted, by name, where they differ by more than `TOLERANCE`."""
-    expected, found = row.get("expected") or {}, {}
+    expected, ratios = row.get("expected") or {}, {}
     measured = {
         "seconds": row["seconds"] and row["seconds"]["median"],
         "peak_memory_mb": row["peak_memory_mb"],
     }
     for name, value in measured.items():
         if value and expected.get(name) and abs(value / expected[name] - 1) > TOLERANCE:
-            found[name] = value / expected[name]
-    return found
+            ratios[name] = value / expected[name]
+    return ratios
 
 
 class Report:

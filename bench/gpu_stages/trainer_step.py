@@ -67,13 +67,13 @@ def numbers(sizes: Sizes, quantization: str | None) -> Iterator[Row]:
     policy = make_policy(setting, sizes)
     tokens = make_batch(setting, sizes, policy.vocabulary_size).tokens
     weights = torch.linspace(-1, 1, tokens.completion_ids.numel(), device=sizes.device).view(len(tokens), -1)
-    found, expected = (
+    measured, expected = (
         [logprob, *torch.autograd.grad((weights * logprob).sum(), list(policy.trainable().values()))]
         for logprob in (policy.logprobs(tokens), plain_logprobs(policy, tokens))
     )
     bound = AGREEMENT[sizes.dtype]
-    yield compare("amir", f"{setting.case}: log-probs", found[0], expected[0], to="full logits", at_most=bound)
-    flat = [torch.cat([grad.double().flatten() for grad in grads[1:]]) for grads in (found, expected)]
+    yield compare("amir", f"{setting.case}: log-probs", measured[0], expected[0], to="full logits", at_most=bound)
+    flat = [torch.cat([grad.double().flatten() for grad in grads[1:]]) for grads in (measured, expected)]
     yield compare("amir", f"{setting.case}: gradient of the adapter", *flat, to="full logits", at_most=bound)
 
 

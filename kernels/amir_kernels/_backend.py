@@ -45,11 +45,11 @@ def _triton_obstacle(tensor: Tensor) -> str | None:
 
 def _card_obstacle(device: torch.device) -> str | None:
     """Why Triton's kernels are not for this card; they are for every AMD card. A constant of a traced graph."""
-    if torch.version.hip or (found := torch.cuda.get_device_capability(device)) >= LEAST_CAPABILITY:
+    if torch.version.hip or (capability := torch.cuda.get_device_capability(device)) >= LEAST_CAPABILITY:
         return None
     return (
-        f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, the kernels need "
-        f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (Ampere) or later"
+        f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, the kernels "
+        f"need {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} (Ampere) or later"
     )
 
 
@@ -58,12 +58,13 @@ def _log_once(obstacle: str) -> None:
     _LOG.warning('backend="auto" takes the torch backend: %s', obstacle)
 
 
-def _say_once(obstacle: str) -> None:
+def _log_obstacle(obstacle: str) -> None:
     """Logs why Triton does not serve a GPU, once in a process."""
     _log_once(obstacle)
 
 
-for _function in (_card_obstacle, _say_once):  # torch.compiler.assume_constant_result, which would import the compiler
+for _function in (_card_obstacle, _log_obstacle):
+    # torch.compiler.assume_constant_result, which would import the compiler
     vars(_function)["_dynamo_marked_constant"] = True
 
 
@@ -92,5 +93,5 @@ def use_triton(backend: str, tensor: Tensor) -> bool:
     if backend == "triton" and obstacle:
         raise ValueError(f'backend="triton" cannot serve this call: {obstacle}; pass backend="torch" or "auto"')
     if obstacle and tensor.is_cuda and HAS_TRITON and tensor.dtype != torch.float64:
-        _say_once(obstacle)
+        _log_obstacle(obstacle)
     return obstacle is None and (tensor.is_cuda or backend == "triton")

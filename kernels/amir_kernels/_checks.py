@@ -70,14 +70,14 @@ def check_devices(main: str, device: torch.device, others: Mapping[str, object])
             )
 
 
-def check_values(holds: Tensor, message: str, found: Callable[[], object]) -> None:
-    """Raises ValueError if a 0-d bool is False: the message, and the values that were `found`.
+def check_values(holds: Tensor, message: str, describe: Callable[[], object]) -> None:
+    """Raises ValueError if a 0-d bool is False: the message, and the values that `describe` returns.
 
     On a GPU and in a traced graph it is an assertion with the message alone, which does not synchronize the device.
     """
     if holds.device.type == "cpu" and type(holds) is Tensor and not torch.compiler.is_compiling():
         if not bool(holds):
-            raise ValueError(f"{message}, got {found()}")
+            raise ValueError(f"{message}, got {describe()}")
     else:
         torch._assert_async(holds, message)
 

@@ -71,8 +71,8 @@ def linear_logprob_entropy(
     counted = target != ignore_index
     outside = counted & ((target < 0) | (target >= weight.shape[0]))
     if outside.any():
-        found = target[outside][0].item()
-        raise ValueError(f"target must lie in [0, {weight.shape[0]}) or be ignore_index={ignore_index}, got {found}")
+        invalid = target[outside][0].item()
+        raise ValueError(f"target must lie in [0, {weight.shape[0]}) or be ignore_index={ignore_index}, got {invalid}")
     hidden = torch.where(counted[..., None], hidden, 0)
     if isinstance(temperature, Tensor):
         temperature = torch.where(counted, temperature, 1)
@@ -453,8 +453,8 @@ def _row_gain(lp: Tensor, old: Tensor, rho: Tensor, a: Tensor, o: Objective) -> 
             return phi * a * lp, never, never, never
         case "geometric":
             low, high = down & (d < -clip_low), up & (d > clip_high)
-            kept = torch.where(low, -clip_low, torch.where(high, clip_high, d))
-            return torch.exp(_bounded(kept.mean())) * a, low, high, never
+            clamped = torch.where(low, -clip_low, torch.where(high, clip_high, d))
+            return torch.exp(_bounded(clamped.mean())) * a, low, high, never
         case _:
             return a * lp, never, never, never
 

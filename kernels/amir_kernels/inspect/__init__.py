@@ -78,7 +78,7 @@ def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
     signature, constants, hints = specialization(launch, nvidia)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
     compiled = triton.compile(source, target=target, options=resources)
-    found = nvidia_facts(compiled.asm["cubin"]) if nvidia else amd_facts(compiled.asm["amdgcn"])
+    facts = nvidia_facts(compiled.asm["cubin"]) if nvidia else amd_facts(compiled.asm["amdgcn"])
     shared, config = compiled.metadata.shared, launch.config
     row = {"kernel": launch.kernel.fn.__name__, "form": launch.form, "arch": architecture, "dtype": dtype}
     if config:
@@ -89,13 +89,13 @@ def _inspect(launch: Launch, architecture: str, dtype: str) -> dict[str, Any]:
     row |= {"warps": warps, "shared_bytes": shared}
     if nvidia:
         row["tensor_memory_columns"] = getattr(compiled.metadata, "tmem_size", 0)
-    row |= found
+    row |= facts
     if nvidia:
         row["programs_per_multiprocessor"] = nvidia_occupancy(
-            number, found["registers"], warps, shared, row["tensor_memory_columns"]
+            number, facts["registers"], warps, shared, row["tensor_memory_columns"]
         )
     else:
-        row |= amd_occupancy(architecture, found["registers"], warps, shared)
+        row |= amd_occupancy(architecture, facts["registers"], warps, shared)
     single = config is None or dtype == "fp32"
     predicted = roofline(architecture, single, launch.flops, launch.bytes)
     return row | {"flops": launch.flops, "bytes_moved": launch.bytes, "predicted": predicted}

@@ -53,7 +53,7 @@ def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]
     from ..linear_logprob.triton_backend import row_tiles_per_group
 
     pointer, (vocabulary, hidden_size) = POINTERS[head.compute], head.weight.shape
-    splits, each = vocabulary_splits(vocabulary, config)
+    splits, tiles_per_split = vocabulary_splits(vocabulary, config)
     values: dict[str, Any] = dict.fromkeys(("hidden", "weight", "dlogits", "bias", "lora_b"), pointer)
     if config.descriptors:
         for name, tall in (("hidden", config.rows), ("weight", config.columns)):
@@ -73,7 +73,7 @@ def _head_values(head: Head, config: Config, cache_bytes: int) -> dict[str, Any]
     values |= dict(zip(("weight_row_stride", "weight_column_stride"), head.weight.stride(), strict=True))
     values |= {
         "splits": splits,
-        "split_tiles": each,
+        "split_tiles": tiles_per_split,
         "start": 4096,
         "width": 4096,
         "kept_row_stride": -(-vocabulary // 256) * 256,

@@ -100,7 +100,7 @@ def nvidia_facts(cubin: bytes) -> dict[str, Any]:
         )
     code = _sass(text)
     lines = [line.text for line in code]
-    registers, stack = (int(found) for found in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
+    registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
     # A spilled register is read back. On sm_120 Triton 3.6 stores a zero at each wait for a tensor copy, never read.
     spilled = max(stack, 4 * _count(r"\b(LDL|STL)\b", lines)) if _count(r"\bLDL\b", lines) else 0
     return {

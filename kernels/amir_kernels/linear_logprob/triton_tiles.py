@@ -104,5 +104,5 @@ def select_config(head: Head, architecture: str) -> Config:
 def vocabulary_splits(vocabulary: int, config: Config) -> tuple[int, int]:
     """(splits, vocabulary tiles of each). They depend on V alone, so that a row's bits do not depend on the batch."""
     tiles = -(-vocabulary // config.columns)
-    each = max(1, SPLIT_COLUMNS // config.columns)
-    return -(-tiles // each), each
+    tiles_per_split = max(1, SPLIT_COLUMNS // config.columns)
+    return -(-tiles // tiles_per_split), tiles_per_split
