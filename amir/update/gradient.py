@@ -114,9 +114,9 @@ def _accumulate(
 ) -> Tensor:
     """Forward and backward of one micro-batch; returns its log-probs.
 
-    Complete groups form their pairs here; the pair term of split groups is given by their `weights`.
+    The pair term of complete groups is computed here; that of split groups is given by their `weights`.
     """
-    forms_pairs = micro.complete_groups and config.lambda_reg > 0
+    computes_pairs = micro.complete_groups and config.lambda_reg > 0
     rows = micro.rows
     tokens = batch.tokens.rows(rows)
     mask = tokens.completion_mask
@@ -142,7 +142,7 @@ def _accumulate(
         lambda_reg=config.lambda_reg,
         ref_free=config.ref_free or batch.ref_logprobs is None,
         normalize=config.normalize,
-        preference_weights=None if forms_pairs else weights[rows],
+        preference_weights=None if computes_pairs else weights[rows],
         num_pairs=batch.pairs.total,
         num_tokens=batch.num_tokens,
         num_sequences=batch.num_sequences,
@@ -160,7 +160,7 @@ def _accumulate(
             "entropy_sum": result.entropy.detach().sum(),
             "tokens_computed": tokens.computed(packed=policy.packed),
             "policy_loss": loss.policy.detach(),
-            "preference_loss": loss.preference.detach() if forms_pairs else 0,
+            "preference_loss": loss.preference.detach() if computes_pairs else 0,
             "policy_grad_square": from_policy[0].square().sum(),
             "pair_grad_square": from_pairs.square().sum(),
         }
@@ -179,7 +179,7 @@ def _pair_weights_of_split_groups(
 ) -> Tensor:
     """d loss / d score `[B]` of the groups that `budget` splits over micro-batches, from a pass without gradients.
 
-    Zero for other groups, whose micro-batch forms their pairs. Adds the pair loss of the split groups to `sums`.
+    Zero for other groups, whose micro-batch computes their pair term. Adds the pair loss of the split groups to `sums`.
     """
     parts = [micro for micro in budget.split(batch.tokens, batch.has_gradient) if not micro.complete_groups]
     if config.lambda_reg == 0 or not parts:

@@ -1,7 +1,8 @@
-"""The pair term of an optimizer step: which completions form pairs, and the loss and gradient of the pairs.
+"""The pairs of an optimizer step, counted from its rewards: the divisor of the pair term, and the rows that it trains.
 
 A pair is two completions of one prompt whose rewards differ by more than the margin. The pairs depend on the rewards
-only, so they are formed before any forward pass; loss and gradient depend on scores, the sequence log-ratios.
+only, so they are counted before any forward pass. The loss and its gradient depend on scores, the sequence log-ratios:
+`amir_loss` computes them for a micro-batch of complete groups, and `Pairs.terms` for groups that are split.
 
 B completions.
 """
@@ -18,7 +19,7 @@ from ..config import RunConfig
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a whole step, as counts per completion."""
+    """The pairs of a whole step, as counts per completion, and the rule by which rewards form them."""
 
     rule: PairRule
     rewards: Tensor  # float32 [B]
