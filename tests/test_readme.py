@@ -174,10 +174,50 @@ def test_the_readmes_sentence_on_the_quick_start_is_the_newest_timed_row():
     assert f"rises from {before} to {after} in {newest['seconds']['median']:.0f} s" in README.read_text()
 
 
-def test_the_checklist_of_contributing_has_its_seventeen_answers():
+# ---- the checklist of CONTRIBUTING.md ------------------------------------------------------------------------------
+
+
+def checklist() -> dict[int, str]:
     rows = table_under("CONTRIBUTING.md", "| | question |")
-    assert [int(number) for number, *_ in rows] == list(range(1, 18))
     assert all(question.endswith("?") and answer for _, question, answer in rows)
+    return {int(number): answer for number, _, answer in rows}
+
+
+def test_the_checklist_has_seventeen_answers_whose_files_and_headings_exist():
+    answers = checklist()
+    assert list(answers) == list(range(1, 18))
+    for answer in answers.values():
+        paths = re.findall(r"`([\w.-]+/[\w./-]*)`", answer) + re.findall(r"\b((?:\w+/)*[A-Z]+\.md)", answer)
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+        for document, heading in re.findall(r'([\w/]+\.md), "([^"]+)"', answer):
+            assert re.search(rf"^#+ {re.escape(heading)}$", (ROOT / document).read_text(), re.MULTILINE), heading
+
+
+def test_what_the_checklist_says_of_the_tree_is_true():
+    answers = checklist()
+    first, last = map(int, re.search(r"README.md, lines (\d+) to (\d+)", answers[1]).groups())
+    introduction = README.read_text().partition("<picture>")[0].rstrip().splitlines()
+    assert (first, last) == (introduction.index("") + 2, len(introduction))
+    op = re.match("for `(\\w+)`", answers[4])[1]
+    assert {path for path in re.findall(r"`([\w/]+\.py)`", answers[4]) if op not in path} == {
+        "kernels/amir_kernels/reference.py"
+    }
+    assert f"\ndef {op}(" in (ROOT / "kernels" / "amir_kernels" / "reference.py").read_text()
+    skipped = {
+        f"tests/{path.name}"
+        for path in (ROOT / "tests").glob("test_*.py")
+        if re.search(r"^@pytest.mark.skipif\(not torch.cuda", path.read_text(), re.MULTILINE)
+    }
+    assert set(re.findall(r"`(tests/\w+\.py)`", answers[12])) == skipped
+    factors = re.search(r"`(tests/\w+\.py)`, `(\w+)`", answers[13])
+    assert f"\n{factors[2]} = " in (ROOT / factors[1]).read_text()
+
+
+def test_the_origin_of_each_table_is_below_it():
+    tables = re.findall(r"<!-- rows: \w+ -->\n(.*?)<!-- end", (ROOT / "bench" / "RESULTS.md").read_text(), re.DOTALL)
+    origins = [table.strip().rpartition("|\n")[2] for table in tables if not table.startswith("No rows")]
+    assert origins
+    assert all("cores" in text and "ommit `" in text and "`python bench/" in text for text in origins)
 
 
 # ---- across documents ----------------------------------------------------------------------------------------------
