@@ -54,7 +54,7 @@ from contenders import (
     trl_chunked,
     trl_default_chunk,
 )
-from machine import birth_certificate
+from machine import row_origin
 from meter import measure
 from rows import keep, timing
 
@@ -82,7 +82,7 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compilers beside what is timed
-    certificate = birth_certificate()
+    origin = row_origin()
     rows: list[Row] = []
     for name in options.heads:
         modes = [MODES[case] for case in options.cases if case in MODES]
@@ -90,7 +90,7 @@ def main() -> None:
             rows += measure_head(HEADS[name], modes, options.rounds, options.peers)
         if GROWTH in options.cases and name == options.heads[0]:
             rows += measure_growth(HEADS[name], options.rounds)
-    rows = [row | certificate for row in rows]
+    rows = [row | origin for row in rows]
     console.print(printed_rows(rows), printed_bars(rows))
     if options.keep:
         for row in rows:

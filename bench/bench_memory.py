@@ -36,7 +36,7 @@ from amir.update.gradient import backward, make_objective, reference_logprobs
 from amir.update.micro_batches import TokenBudget
 from amir.update.optimizer import make_optimizer, update
 from amir_kernels import LogprobEntropy, workspace_of
-from machine import birth_certificate
+from machine import row_origin
 from rows import keep
 
 META = torch.device("meta")
@@ -412,7 +412,7 @@ def main() -> None:
             "ratio": None,
         }
         if keeps:
-            keep(row | birth_certificate())
+            keep(row | row_origin())
     Console(width=200).print(table)
 
 

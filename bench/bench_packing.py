@@ -16,7 +16,7 @@ from amir.policy.load import load_policy
 from amir.policy.policy import Policy
 from amir.policy.smollm2 import MODEL_NAME
 from amir.tokens import Tokens
-from machine import birth_certificate
+from machine import row_origin
 from meter import measure
 from rows import keep, timing
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="prompt over mean completion")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
     options = parser.parse_args()
-    certificate = birth_certificate()
+    origin = row_origin()
     policies = make_policies()
     for ratio in options.ratios:
         for row in rows_of(policies, ratio, options.repeats):
@@ -44,7 +44,7 @@ def main() -> None:
                 flush=True,
             )
             if options.keep:
-                keep(row | certificate)
+                keep(row | origin)
 
 
 def make_policies() -> dict[str, Policy]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from amir.policy.smollm2 import smollm2_folder
 from amir_kernels import linear_logprob, policy_loss, preference_loss, sequence_logprob, supports
-from machine import birth_certificate
+from machine import row_origin
 from rows import keep, timing
 
 CASES = ((512, 8), (4096, 16), (4096, 512), (4096, 4096))
@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    certificate = birth_certificate()
+    origin = row_origin()
     measured = [row for rows, group in CASES for row in measure(rows, group, device, options.repeats)]
     if options.passes:
         measured += [row for group in GROUPS for row in measure_in_training(group, device, options.passes)]
     for row in measured:
         print(f"{row['case']}, {row['contender']}: {1000 * row['seconds']['median']:.2f} ms, ratio {row['ratio']}")
         if options.keep:
-            keep(row | certificate)
+            keep(row | origin)
 
 
 def ours(scores: Tensor, rewards: Tensor, group: int) -> Tensor:

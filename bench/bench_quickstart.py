@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from machine import birth_certificate
+from machine import row_origin
 from rows import keep, timing
 
 Records = list[dict[str, Any]]
@@ -25,7 +25,7 @@ LAST_STEPS = 3
 
 def main() -> int:
     """Runs the recipe in a temporary folder, keeps and prints its row; returns the command's exit code if it failed."""
-    certificate = birth_certificate()
+    origin = row_origin()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "quickstart"
         began = time.perf_counter()
@@ -36,7 +36,7 @@ def main() -> int:
             return code
         row = row_of(run, seconds)
     print(json.dumps(row, indent=2))
-    print(f"kept in {keep(row | certificate)}")
+    print(f"kept in {keep(row | origin)}")
     return 0
 
 

@@ -42,7 +42,7 @@ from amir.config import ArithmeticTask, Gsm8kTask, LoraSettings, RunConfig
 from amir.policy.smollm2 import MODEL_NAME, smollm2_folder
 from amir.rewards import Correctness
 from amir.tasks import Example, arithmetic, gsm8k
-from machine import birth_certificate
+from machine import row_origin
 from rows import keep, timing
 
 CONTENDERS = ("trl", "trl-checkpointing", "amir", "amir-pairs", "amir-completions")
@@ -129,9 +129,9 @@ def main() -> int:
     rows = make_rows(measured, settings)
     console.print(printed(rows, measured))
     if options.keep:
-        certificate = birth_certificate()
+        origin = row_origin()
         for row in rows:
-            path = keep(row | certificate)
+            path = keep(row | origin)
         console.print(f"kept in {path}")
     return 0
 

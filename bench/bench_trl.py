@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amir_kernels.integrations.trl import grpo_trainer
-from machine import birth_certificate
+from machine import row_origin
 from meter import measure
 from rows import keep, timing
 
@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each contender and case")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="print only")
     options = parser.parse_args()
-    certificate = birth_certificate()
+    origin = row_origin()
     with tempfile.TemporaryDirectory() as folder:
         trainers = make_trainers(Path(folder), smollm2, smollm2_tokenizer())
         for row in measure_cases(trainers, options.repeats):
             print(f"{row['case']}, {row['contender']}: {row['seconds']['median']:.2f} s, {row['peak_memory_mb']} MB")
             if options.keep:
-                keep(row | certificate)
+                keep(row | origin)
 
 
 def smollm2() -> Any:

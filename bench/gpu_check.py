@@ -84,12 +84,12 @@ def print_now(text: str) -> None:
 
 def writer(write: Callable[[str], object], flush: Callable[[], object]) -> Callable[[Row], None]:
     """Writes rows with machine, versions, commit, date and command, which are read once."""
-    from machine import birth_certificate
+    from machine import row_origin
 
-    certificate = birth_certificate()
+    origin = row_origin()
 
     def keep(row: Row) -> None:
-        write(json.dumps(row | certificate) + "\n")
+        write(json.dumps(row | origin) + "\n")
         flush()
 
     return keep

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel")
 
 
-def birth_certificate() -> dict[str, Any]:
+def row_origin() -> dict[str, Any]:
     """The fields `machine`, `versions`, `commit`, `date` and `command` of a row (bench/README.md)."""
     return {
         "machine": machine(),

@@ -59,7 +59,7 @@ def row(**fields):
     } | fields
 
 
-def test_every_kept_row_has_its_birth_certificate_and_its_workload(bench):
+def test_every_kept_row_has_its_origin_and_its_workload(bench):
     for path in (BENCH / "results").glob("*.jsonl"):
         for line in path.read_text().splitlines():
             found = json.loads(line)

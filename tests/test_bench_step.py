@@ -58,7 +58,7 @@ def test_without_the_rival_there_is_no_ratio(step, settings):
     assert (ours["ratio_to"], ours["ratio"]) == (None, None)
 
 
-def test_a_row_is_whole_once_it_has_its_birth_certificate(step, settings):
+def test_a_row_is_whole_once_it_has_its_origin(step, settings):
     import rows
 
     (row,) = step.make_rows({"trl": [measurement(step)]}, settings)

@@ -212,8 +212,7 @@ def test_checkpointed_layers_give_the_same_loss_and_gradient(family: str, offloa
     got, again = step(made, config)
     assert distance(got, expected) < TOLERANCE
     assert again == pytest.approx(value, rel=1e-5)
-    batch = sampled(made, config)
-    batches = len(list(micro_batches(batch.tokens, batch.has_gradient, THREE_PARTS)))
+    batches = len(list(micro_batches((batch := sampled(made, config)).tokens, batch.has_gradient, THREE_PARTS)))
     assert runs[0] == 2 * batches
     assert len(moved) == (batches * len(layers) if offload else 0)
     assert {shape[-1] for shape in moved} <= {32}

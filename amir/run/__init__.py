@@ -1,1 +1,1 @@
-"""A run: its directory, its metrics, its display."""
+"""A run: the checks before it, its directory, metrics, display and warnings, its signals and processes."""

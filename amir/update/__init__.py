@@ -1,1 +1,1 @@
-"""The update: from a rollout to an optimizer step."""
+"""The update: from a rollout through `batch`, `pairs`, `micro_batches` and `gradient` to an `optimizer` step."""

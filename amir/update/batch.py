@@ -1,4 +1,4 @@
-"""From a rollout and its scores to the tensors of a loss; the only module that pads completions.
+"""From a rollout and its scores to the tensors of a loss; the only module that pads a rollout.
 
 N prompts of padded length P; B completions of padded length C; F reward functions.
 """

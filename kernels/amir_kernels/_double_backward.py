@@ -1,4 +1,4 @@
-"""The refusal of second derivatives: no op here has one, and none may be taken for zero."""
+"""The refusal of second derivatives: no op here has one, and autograd would take it for zero."""
 
 from typing import Any
 
