@@ -14,6 +14,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from amir.config import RunConfig
 from amir.config_reader import recipe_names
@@ -22,14 +29,14 @@ from amir.errors import ConfigError
 from amir.policy.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from amir.policy.load import wrap_policy
 from amir.run.directory import RunDirectory, choose_output_dir
-from amir.run.display import NullDisplay
+from amir.run.display import NullDisplay, draw_curves
 from amir.run.health import WINDOW
 from amir.run.metrics import METRICS
 from amir.tasks import TASKS, Example
 from amir.tasks.prompts import prompt_ids
 from amir.trainer import Trainer
 from amir.update.optimizer import learning_rate, make_optimizer
-from tiny import Grader, crash_after, model, policy, run_config, tokenizer
+from tiny import EOS, PAD, VOCAB, Grader, crash_after, model, policy, run_config, tokenizer
 
 TIMES = {"tokens_per_second", "peak_memory_mb"}
 
@@ -188,6 +195,7 @@ STATES = {
     "without a step": {"step": ...},
     "without a position": {"data_position": ...},
     "a step in words": {"step": "two"},
+    "half a step": {"step": 2.5},
     "a position before the first": {"data_position": -1},
     "a list of files": {"files": ["adapter_model.safetensors"]},
     "no files": {"files": {}},
@@ -298,6 +306,39 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path, lora: dict[str, int] 
     other = wrap_policy(wider, tokenizer(), run_config(lora=lora))
     with pytest.raises(ConfigError, match="another model or adapter"):
         load_checkpoint(path, other.model, make_optimizer(run_config(), other.trainable()), other.trainable())
+
+
+RENAMED = {
+    "gpt_neox": lambda sizes: GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)),
+    "gemma3": lambda sizes: Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=sizes | {"head_dim": 8, "num_key_value_heads": 2},
+            vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28},
+            mm_tokens_per_image=4,
+        )
+    ),
+}
+"""Families whose files on the hub name the weights otherwise than their modules do."""
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_every_weight_is_resumed_whatever_its_family_calls_it(tmp_path, family: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": EOS, "pad_token_id": PAD}
+    config = run_config(lora=None, ref_free=True)
+    made, other = (wrap_policy(RENAMED[family](sizes), tokenizer(), config) for _ in range(2))
+    optimizer = make_optimizer(config, made.trainable())
+    path = save_checkpoint(tmp_path, 1, 3, made.model, optimizer, made.trainable())
+    load_checkpoint(path, other.model, make_optimizer(config, other.trainable()), other.trainable())
+    for loaded in (other.model, AutoModelForCausalLM.from_pretrained(path)):
+        for name, weight in made.trainable().items():
+            assert torch.equal(weight, loaded.get_parameter(name)), name
+
+
+def test_the_picture_of_a_run_is_drawn_whatever_its_name(tmp_path) -> None:
+    folder = tmp_path / "a$b^c_$ (2)"
+    run(folder, run_config(max_steps=1))
+    assert draw_curves(folder).stat().st_size > 0
 
 
 def test_notes_among_the_completions_stay(tmp_path) -> None:

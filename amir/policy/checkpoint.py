@@ -39,7 +39,7 @@ def save_checkpoint(
     weights, moments = _gathered_weights(model, named, ranks), _optimizer_tensors(optimizer, named, ranks)
     if ranks.first:
         with _atomic_folder(target) as staging:
-            _save_weights(staging, model, weights)
+            _save_weights(staging, model, weights, own_names=True)
             save_file(moments | _random_state(), staging / "optimizer.safetensors")
             state = {
                 "format": FORMAT,
@@ -120,7 +120,9 @@ def _checked_state(path: Path, parameters: list[str]) -> dict[str, Any]:
         state = json.loads((path / "state.json").read_text())
         identity = (state["format"], state["parameters"])
         damaged = [name for name, digest in dict(state["files"]).items() if _digest(path / name) != digest]
-        if not (state["step"] >= 1 and state["data_position"] >= 0 and "optimizer.safetensors" in state["files"]):
+        counts_are_valid = all(isinstance(state[name], int) for name in ("step", "data_position"))
+        counts_are_valid = counts_are_valid and state["step"] >= 1 and state["data_position"] >= 0
+        if not counts_are_valid or "optimizer.safetensors" not in state["files"]:
             raise ValueError("state.json has no valid step, data_position and files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: damaged ({type(error).__name__}: {error}); {_WAY_OUT}") from None
@@ -157,7 +159,7 @@ def save_result(
     weights = _gathered_weights(model, named or {}, ranks)
     if ranks.first:
         with _atomic_folder(folder) as staging:
-            _save_weights(staging, model, weights)
+            _save_weights(staging, model, weights, own_names=False)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(staging))
             if card is not None:
@@ -177,12 +179,14 @@ def _gathered_weights(model: Any, named: dict[str, Tensor], ranks: Ranks) -> dic
     return weights
 
 
-def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None) -> None:
+def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None, *, own_names: bool) -> None:
+    """`own_names`: those of the model's parameters, instead of those that its family has in files on the hub."""
     if isinstance(model, PeftModel):
         # PEFT would otherwise ask the hub, at each save, whether the vocabulary was resized.
         model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
     else:
-        model.save_pretrained(str(folder), max_shard_size=_ONE_FILE, state_dict=weights)
+        names: Any = {"save_original_format": not own_names}
+        model.save_pretrained(str(folder), max_shard_size=_ONE_FILE, state_dict=weights, **names)
 
 
 _ONE_FILE = "10000GB"

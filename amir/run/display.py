@@ -216,7 +216,7 @@ def draw_curves(run: Path) -> Path:
         _draw_panel(axis, name, rows, evaluations)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
-    figure.suptitle(run.name)
+    figure.suptitle(run.name, parse_math=False)
     figure.savefig(run / "curves.png", dpi=110)
     pyplot.close(figure)
     return run / "curves.png"
@@ -237,4 +237,4 @@ def _draw_panel(axis: Any, name: str, rows: list[dict[str, Any]], evaluations: l
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
