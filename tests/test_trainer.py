@@ -313,7 +313,7 @@ RENAMED = {
     "gemma3": lambda sizes: Gemma3ForConditionalGeneration(
         Gemma3Config(
             text_config=sizes | {"head_dim": 8, "num_key_value_heads": 2},
-            vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28},
+            vision_config={"hidden_size": 24, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28},
             mm_tokens_per_image=4,
         )
     ),
