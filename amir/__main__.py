@@ -116,7 +116,11 @@ def _run_in_processes(count: int, run: str, overrides: list[str], resume: bool, 
 
     flags = {"--resume": resume, "--resume-if-present": resume_if_present}
     words = [f"--set={override}" for override in overrides] + [flag for flag, is_set in flags.items() if is_set]
-    return run_in_processes(count, ["train", run, *words])
+    try:
+        return run_in_processes(count, ["train", run, *words])
+    except RunStopped as error:
+        typer.echo(f"amir: {error}. If the run had started, its records are kept, and --resume continues it", err=True)
+        return FAILED
 
 
 def _dry_run(config: RunConfig) -> str:

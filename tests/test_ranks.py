@@ -294,6 +294,18 @@ def test_a_run_in_processes_ends_with_its_own_word_alone(tmp_path) -> None:
     assert re.fullmatch(r"amir: .*unknown key 'learning_rat'.*\n", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_reported_although_it_cannot_say_so(tmp_path, rank: int) -> None:
+    kill = f"if os.environ.get('RANK') == '{rank}': os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "sitecustomize.py").write_text(f"import os, signal\n{kill}\n")
+    command, environment = script("-m", "amir", "train", prepared(tmp_path, "killed"), "--processes", "2")
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    done = subprocess.run(command[:-1], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == STOPPED
+    told = f"amir: rank {rank} was killed by SIGKILL, which the system sends when memory runs out; set a smaller"
+    assert [line for line in done.stderr.splitlines() if line.startswith(told)], done.stderr
+
+
 def test_processes_inside_of_torchrun_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "given")
     with pytest.raises(ConfigError, match="--processes 2: torchrun has started the processes already; leave --proc"):
