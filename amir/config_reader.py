@@ -93,12 +93,12 @@ class _UniqueKeys(yaml.SafeLoader):
     """YAML whose mappings have no duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 message = f"key {key.value!r} is a duplicate; remove one of the two"
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
-            seen.add(str(key.value))
+            keys.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 

@@ -365,5 +365,5 @@ OTHER_VALUES: dict[str, dict[str, str]] = {
 
 def other_value(key: str, value: object) -> str:
     """What to write instead of a value from elsewhere, as the end of a message; empty if it is not known."""
-    here = OTHER_VALUES.get(key, {}).get(str(value).lower())
-    return f"; type {key}: {here}" if here else ""
+    value_here = OTHER_VALUES.get(key, {}).get(str(value).lower())
+    return f"; type {key}: {value_here}" if value_here else ""

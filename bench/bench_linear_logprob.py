@@ -130,10 +130,10 @@ def peers(best_chunk: int | None) -> dict[str, Contender]:
 
 def installed(package: str) -> bool:
     """Whether a peer is installed; reports it if it is not."""
-    there = importlib.util.find_spec(package) is not None
-    if not there:
+    present = importlib.util.find_spec(package) is not None
+    if not present:
         console.print(f"{package} is not installed: left out")
-    return there
+    return present
 
 
 def best_trl_chunk(problem: Problem) -> int:
@@ -162,12 +162,12 @@ def refuse_disagreement(contenders: dict[str, Contender], problem: Problem) -> N
     for name, contender in contenders.items():
         loss, actual = gradients(contender, part)
         differences = {"loss": float((loss - expected_loss).abs())}
-        for what, grad, truth in zip(("hidden", "weight"), actual, expected, strict=False):
-            differences[f"gradient of {what}"] = float((grad - truth).norm() / truth.norm())
-        for what, difference in differences.items():
+        for result, grad, truth in zip(("hidden", "weight"), actual, expected, strict=False):
+            differences[f"gradient of {result}"] = float((grad - truth).norm() / truth.norm())
+        for result, difference in differences.items():
             if not difference <= AGREEMENT:
                 raise ValueError(
-                    f"{name}: {what} differs from full logits by {difference:.2g}; expected at most {AGREEMENT}. "
+                    f"{name}: {result} differs from full logits by {difference:.2g}; expected at most {AGREEMENT}. "
                     "Correct the contender before it is timed"
                 )
 

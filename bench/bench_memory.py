@@ -227,7 +227,7 @@ def on_meta() -> Iterator[None]:
     with (
         patch.object(packing, "pack", packed),
         patch.object(memory, "_to_cpu", lambda tensor: (tensor.shape, tensor.dtype)),
-        patch.object(memory, "_from_cpu", lambda held: torch.empty(held[0], dtype=held[1], device=META)),
+        patch.object(memory, "_from_cpu", lambda saved: torch.empty(saved[0], dtype=saved[1], device=META)),
         patch.object(packed_attention, "varlen_kernel", flash),
         patch.object(policy_module, "_padded", lambda values, tokens: ToHost.apply(values, tokens.completion_mask)),
     ):

@@ -70,8 +70,8 @@ def group_of(ratio: float, device: torch.device) -> Tokens:
     ids = torch.randint(1000, 40_000, (1, prompt), generator=generator)
     completions = torch.randint(1000, 40_000, (len(lengths), int(lengths.max())), generator=generator)
     mask = torch.arange(completions.shape[1]) < lengths[:, None]
-    held = (ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(lengths), completions, mask)
-    return Tokens(*(tensor.to(device) for tensor in held))
+    parts = (ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(lengths), completions, mask)
+    return Tokens(*(tensor.to(device) for tensor in parts))
 
 
 def training_pass(policy: Policy, tokens: Tokens) -> tuple[Tensor, list[Tensor]]:

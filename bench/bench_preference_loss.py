@@ -218,9 +218,9 @@ def authors_pair_term(group: Group) -> Tensor:
     for part in torch.arange(len(chosen), device=group.ids.device).split(PAIRS_AT_ONCE):
         ids = group.ids[torch.cat([chosen[part], rejected[part]])]
         logits = group.model(input_ids=ids).logits[:, PROMPT - 1 : -1]
-        picked = logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
-        won, lost = picked.mean(1).chunk(2)
-        loss = -nn.functional.logsigmoid(BETA * (won - lost)).sum() / len(chosen)
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
+        chosen_scores, rejected_scores = logprobs.mean(1).chunk(2)
+        loss = -nn.functional.logsigmoid(BETA * (chosen_scores - rejected_scores)).sum() / len(chosen)
         loss.backward()
         total += loss.detach()
     return total

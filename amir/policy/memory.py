@@ -148,12 +148,12 @@ def _offloaded(recompute: Any, layer: Any, *inputs: Tensor) -> Any:
 
 
 def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return tensor.device, held.copy_(tensor, non_blocking=tensor.is_cuda)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
-def _from_cpu(held: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = held
+def _from_cpu(saved: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = saved
     return tensor.to(device, non_blocking=True)
 
 

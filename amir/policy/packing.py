@@ -132,8 +132,8 @@ def _probe_tokens(vocabulary: int, device: torch.device) -> Tokens:
     ids = torch.randint(vocabulary, (4, 9), generator=torch.Generator().manual_seed(0))
     prompt_mask = torch.arange(5) >= torch.tensor([[2], [0]])
     completion_mask = torch.arange(4) < torch.tensor([[4], [1], [3], [2]])
-    held = (ids[:2, :5], prompt_mask, torch.tensor([0, 0, 1, 1]), ids[:, 5:], completion_mask)
-    return Tokens(*(tensor.to(device) for tensor in held))
+    parts = (ids[:2, :5], prompt_mask, torch.tensor([0, 0, 1, 1]), ids[:, 5:], completion_mask)
+    return Tokens(*(tensor.to(device) for tensor in parts))
 
 
 def _configured_window(config: Any, layer: int) -> int | None:

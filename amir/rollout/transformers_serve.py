@@ -72,10 +72,12 @@ class TransformersServe:
 
     def probe(self, prompts: list[list[int]]) -> Probe:
         """See `Dialect`: the probabilities of answers to a question, by the decision endpoint and computed here."""
-        there = self._client.post("/v1/systemone", {"model": self._path, **QUESTION})
+        answer_of_server = self._client.post("/v1/systemone", {"model": self._path, **QUESTION})
         decide = pipeline("decision", self._policy.base, tokenizer=self._policy.tokenizer, device=self._policy.device)
-        here = decide(QUESTION)
-        server, trainer = (answers["probe"]["probabilities"] for answers in (there["answers"], here))
+        answer_of_trainer = decide(QUESTION)
+        server, trainer = (
+            answers["probe"]["probabilities"] for answers in (answer_of_server["answers"], answer_of_trainer)
+        )
         return {option: (math.log(server[option]), math.log(trainer[option])) for option in trainer}
 
     def _as_text(self, prompt: list[int]) -> str:
@@ -107,8 +109,8 @@ class TransformersServe:
         tokenizer = self._policy.tokenizer
         ids = tokenizer("".join(pieces), add_special_tokens=False)["input_ids"]
         stream = DecodeStream([], skip_special_tokens=True)
-        again = [piece for token in ids if (piece := stream.step(tokenizer._tokenizer, token)) is not None]
+        retokenized = [piece for token in ids if (piece := stream.step(tokenizer._tokenizer, token)) is not None]
         if last["choices"][0]["finish_reason"] == "stop":
             ids.append(tokenizer.eos_token_id)
-        exact = again == [piece for piece in pieces if piece] and len(ids) == last["usage"]["completion_tokens"]
+        exact = retokenized == [piece for piece in pieces if piece] and len(ids) == last["usage"]["completion_tokens"]
         return Completion(ids or [tokenizer.eos_token_id], None, usable=exact)

@@ -97,11 +97,18 @@ class Vllm:
         probe: Probe = {}
         for place, prompt in enumerate(prompts):
             answer = self._request(prompt, n=1, max_tokens=1, seed=0, logprobs=CANDIDATES)
-            there = {_token(name): value for name, value in answer["choices"][0]["logprobs"]["top_logprobs"][0].items()}
-            tokens = pad_tokens([prompt], [[token] for token in there], self._policy.pad_id, self._policy.device)
+            server_logprobs = {
+                _token(name): value for name, value in answer["choices"][0]["logprobs"]["top_logprobs"][0].items()
+            }
+            tokens = pad_tokens(
+                [prompt], [[token] for token in server_logprobs], self._policy.pad_id, self._policy.device
+            )
             with torch.no_grad():
-                here = self._policy.logprobs(tokens)[:, 0].tolist()
-            probe |= {(place, token): (there[token], value) for token, value in zip(there, here, strict=True)}
+                trainer_logprobs = self._policy.logprobs(tokens)[:, 0].tolist()
+            probe |= {
+                (place, token): (server_logprobs[token], value)
+                for token, value in zip(server_logprobs, trainer_logprobs, strict=True)
+            }
         return probe
 
     def _request(self, prompt: list[int], **options: Any) -> Any:

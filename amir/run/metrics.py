@@ -290,5 +290,5 @@ def _root(square: float | None) -> float | None:
     return None if square is None else square**0.5
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+def _ratio(part: float | None, total: float | None) -> float | None:
+    return part / total if part is not None and total else None

@@ -23,11 +23,11 @@ def load(settings: DatasetTask) -> Task:
     """Reads the rows and splits off the held-out ones; the split of a share is seeded."""
     rows = read_rows(settings.path, subset=settings.subset, split=settings.split)
     if settings.held_out_path is not None:
-        held = read_rows(settings.held_out_path, "task.held_out_path")
-        return disjoint(make_examples(rows, settings), make_examples(held, settings))
+        held_out_rows = read_rows(settings.held_out_path, "task.held_out_path")
+        return disjoint(make_examples(rows, settings), make_examples(held_out_rows, settings))
     if settings.held_out_split is not None:
-        held = read_rows(settings.path, subset=settings.subset, split=settings.held_out_split)
-        return disjoint(make_examples(rows, settings), make_examples(held, settings))
+        held_out_rows = read_rows(settings.path, subset=settings.subset, split=settings.held_out_split)
+        return disjoint(make_examples(rows, settings), make_examples(held_out_rows, settings))
     return _drawn(make_examples(rows, settings), settings.held_out or 0.0)
 
 
@@ -38,9 +38,9 @@ def _drawn(examples: list[Example], share: float) -> Task:
             f"task.held_out = {share}: that is {count} of {len(examples)} rows; expected a share that leaves rows for "
             "training and for evaluation"
         )
-    held = set(random.Random(0).sample(range(len(examples)), count))
+    drawn = set(random.Random(0).sample(range(len(examples)), count))
     return disjoint(
-        [example for row, example in enumerate(examples) if row not in held], [examples[row] for row in sorted(held)]
+        [example for row, example in enumerate(examples) if row not in drawn], [examples[row] for row in sorted(drawn)]
     )
 
 

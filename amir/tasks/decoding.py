@@ -20,5 +20,5 @@ def decode_continuation(tokenizer: Any, before: Sequence[int], ids: Sequence[int
     """
     if not ids or getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None) is None:
         return decode(tokenizer, ids)
-    start, whole = decode(tokenizer, before[-1:]), decode(tokenizer, [*before[-1:], *ids])
-    return whole[len(start) :] if whole.startswith(start) else decode(tokenizer, ids)
+    start, joined = decode(tokenizer, before[-1:]), decode(tokenizer, [*before[-1:], *ids])
+    return joined[len(start) :] if joined.startswith(start) else decode(tokenizer, ids)

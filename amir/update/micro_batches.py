@@ -52,17 +52,17 @@ def _fill(
     tokens: Tokens, units: list[Tensor], token_budget: int, packed: bool, *, complete_groups: bool
 ) -> Iterator[MicroBatch]:
     """Fills micro-batches with consecutive units up to the budget; the rows of each are in ascending order."""
-    held: list[Tensor] = []
+    filled: list[Tensor] = []
     size = 0
     for unit in units:
-        joined = tokens.rows(torch.cat([*held, unit])).computed(packed=packed)
-        if held and joined > token_budget:
-            yield MicroBatch(torch.cat(held).sort().values, complete_groups, size)
-            held, joined = [], tokens.rows(unit).computed(packed=packed)
-        held.append(unit)
+        joined = tokens.rows(torch.cat([*filled, unit])).computed(packed=packed)
+        if filled and joined > token_budget:
+            yield MicroBatch(torch.cat(filled).sort().values, complete_groups, size)
+            filled, joined = [], tokens.rows(unit).computed(packed=packed)
+        filled.append(unit)
         size = joined
-    if held:
-        yield MicroBatch(torch.cat(held).sort().values, complete_groups, size)
+    if filled:
+        yield MicroBatch(torch.cat(filled).sort().values, complete_groups, size)
 
 
 def assign(micros: Sequence[MicroBatch], ranks: Ranks) -> list[MicroBatch]:

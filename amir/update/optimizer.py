@@ -101,10 +101,10 @@ def update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
 
 
 def _portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    held: list[nn.Parameter] = []
+    portion: list[nn.Parameter] = []
     for parameter in parameters:
-        if held and sum(p.numel() for p in held) + parameter.numel() > PORTION:
-            yield held
-            held = []
-        held.append(parameter)
-    yield held
+        if portion and sum(p.numel() for p in portion) + parameter.numel() > PORTION:
+            yield portion
+            portion = []
+        portion.append(parameter)
+    yield portion

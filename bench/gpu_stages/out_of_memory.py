@@ -98,12 +98,12 @@ def _limited_gpu(allowed: int) -> Iterator[None]:
 
 @contextmanager
 def _raised(tokens: int) -> Iterator[None]:
-    honest = Policy.logprobs_entropy
+    original = Policy.logprobs_entropy
 
     def short_of_memory(policy: Policy, batch: Tokens) -> Any:
         if batch.computed(packed=True) >= tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. This is a rehearsal.")
-        return honest(policy, batch)
+        return original(policy, batch)
 
     with patch.object(Policy, "logprobs_entropy", short_of_memory):
         yield

@@ -35,8 +35,8 @@ class Segments(NamedTuple):
 def check_rewards(rewards: Tensor) -> None:
     """Refuses all but tensors of real numbers, integers and bools included."""
     if not isinstance(rewards, Tensor) or rewards.is_complex():
-        got = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise TypeError(f"rewards must be a tensor of real numbers, got {got}; torch.as_tensor makes one of a list")
+        kind = rewards.dtype if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise TypeError(f"rewards must be a tensor of real numbers, got {kind}; torch.as_tensor makes one of a list")
 
 
 def check_group(group: int | Tensor, rows: int) -> None:

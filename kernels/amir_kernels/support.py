@@ -215,9 +215,9 @@ def _read_lora(head: Any) -> tuple[Tensor, Tensor, float] | None:
 
 def _refuse_shape(head: nn.Linear, config: Any) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    expected, got = getattr(text, "vocab_size", None), head.weight.shape[0]
-    if expected is not None and got != expected:
+    expected, rows = getattr(text, "vocab_size", None), head.weight.shape[0]
+    if expected is not None and rows != expected:
         raise _Refused(
-            f"its head holds {got} of {expected} rows (tensor parallelism?); pass them to "
+            f"its head holds {rows} of {expected} rows (tensor parallelism?); pass them to "
             "linear_logprob(process_group=...), or load the whole model on each rank"
         )

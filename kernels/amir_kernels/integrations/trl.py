@@ -210,12 +210,12 @@ def grpo_trainer(
             mask = _loss_mask(batch)
             logprobs = batch.get("old_per_token_logps")
             if logprobs is None:
-                ids, seen = (
+                ids, attention_mask = (
                     torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
                 )
                 with torch.no_grad():
                     logprobs, *_ = super()._get_per_token_logps_and_entropies(
-                        self.model, ids, seen, mask.shape[1], batch_size=self.args.per_device_train_batch_size
+                        self.model, ids, attention_mask, mask.shape[1], batch_size=self.args.per_device_train_batch_size
                     )
             scores = sequence_logprob(logprobs, mask, normalize=normalize)
             if not ref_free:

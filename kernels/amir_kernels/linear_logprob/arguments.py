@@ -98,8 +98,8 @@ def check_lora(lora: tuple[Tensor, Tensor, float], weight: Tensor) -> None:
     """Refuses all but (A `[r, H]`, B `[V, r]`, scaling)."""
     parts: object = lora
     if not isinstance(parts, (tuple, list)) or len(parts) != 3:
-        got = f"{len(parts)} values" if isinstance(parts, (tuple, list)) else type(parts).__name__
-        raise TypeError(f"lora must be the three values (A [r, H], B [V, r], scaling), got {got}")
+        form = f"{len(parts)} values" if isinstance(parts, (tuple, list)) else type(parts).__name__
+        raise TypeError(f"lora must be the three values (A [r, H], B [V, r], scaling), got {form}")
     lora_a, lora_b, scaling = lora
     for name, tensor in (("lora A", lora_a), ("lora B", lora_b)):
         check_float(name, tensor)

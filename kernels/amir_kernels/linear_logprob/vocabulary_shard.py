@@ -42,8 +42,8 @@ class VocabularyShard(NamedTuple):
         """Targets among this rank's rows; -1 where another rank holds them."""
         if self.group is None:
             return target
-        here = (target >= self.first) & (target < self.first + self.rows)
-        return torch.where(here, target - self.first, -1)
+        own_rows = (target >= self.first) & (target < self.first + self.rows)
+        return torch.where(own_rows, target - self.first, -1)
 
     def merge(self, stats: RowStats) -> RowStats:
         """Statistics over all ranks' columns. A target's logit is 0 on every rank but its own."""
