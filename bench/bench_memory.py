@@ -319,11 +319,11 @@ def count(setting: Setting) -> Memory:
     """Runs reference pass, forward, backward and update of one optimizer step on the meta device."""
     config = run_config(setting)
     policy = make_policy(setting, config)
-    live = Live()
+    storages = Live()
     for tensor in held_by(policy):
-        live.hold(tensor)
-    weights = live.now
-    with live, on_meta():
+        storages.hold(tensor)
+    weights = storages.now
+    with storages, on_meta():
         optimizer = make_optimizer(config, policy.trainable())
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on a GPU
@@ -332,8 +332,8 @@ def count(setting: Setting) -> Memory:
         batch = replace(batch, ref_logprobs=reference_logprobs(policy, batch, config, budget))
         backward(policy, batch, make_objective(config), config, budget)
         update(optimizer, optimizer.param_groups[0]["params"])
-        trained = live.now - weights
-    return Memory(weights, trained, live.peak)
+        trained = storages.now - weights
+    return Memory(weights, trained, storages.peak)
 
 
 def held_by(policy: Policy) -> Iterator[Tensor]:

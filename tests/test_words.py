@@ -1,4 +1,4 @@
-"""Phrases that a reader has to guess at stay out of messages, docstrings and documents; each has a plain substitute."""
+"""Phrases that a reader must guess at stay out of messages, docstrings, documents and names; each has a substitute."""
 
 import ast
 import re
@@ -42,6 +42,8 @@ SUBSTITUTES = {
     r"(function|file|reward|questions?) of yours|(function|object) of the user's": "your own, the user's",
 }
 """Phrases, as patterns of whole words, and what to write instead."""
+NO_NOUNS = frozenset({"each", "found", "given", "kept", "live", "made", "one", "said", "told"})
+"""Names of variables and parameters that say nothing of the value; the value's noun does."""
 KEPT_NAMES = ("30% dead rows",)
 """Names of contenders in the kept rows of bench/results."""
 
@@ -105,6 +107,26 @@ def test_comments_of_recipes_are_in_plain_words() -> None:
     recipes = sorted((ROOT / "amir" / "recipes").glob("*.yaml"))
     assert recipes
     assert [hit for path in recipes for hit in reported(path, comments(path))] == []
+
+
+def bound_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every variable and parameter."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+def test_variables_are_named_by_nouns() -> None:
+    names = [(path.relative_to(ROOT), *bound) for path in SOURCES for bound in bound_names(path.read_text())]
+    assert names
+    assert [f"{path}:{line}: {name}" for path, line, name in names if name in NO_NOUNS] == []
+
+
+def test_a_variable_without_a_noun_is_found() -> None:
+    source = "def f(given):\n    for one in given:\n        made = one\n    return lambda found: found"
+    assert sorted(name for _, name in bound_names(source)) == ["found", "given", "made", "one"]
 
 
 @pytest.mark.parametrize(

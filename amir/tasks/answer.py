@@ -42,8 +42,8 @@ def last_answer(text: str) -> str | None:
     marks = [mark for mark in (_last_box(text), _last_block(text), _last_hashes(text)) if mark is not None]
     if marks:
         return max(marks)[1]
-    said = _last_said(text)
-    return said if said is not None else _last_expression(text)
+    stated = _last_stated(text)
+    return stated if stated is not None else _last_expression(text)
 
 
 def last_boxed(text: str) -> str | None:
@@ -100,8 +100,8 @@ def _last_block(text: str) -> tuple[int, str] | None:
     boxed = last_boxed(block[1])
     if boxed is not None:
         return block[0], boxed
-    said = _last_said(block[1])
-    return block[0], block[1] if said is None else said
+    stated = _last_stated(block[1])
+    return block[0], block[1] if stated is None else stated
 
 
 def _last_hashes(text: str) -> tuple[int, str] | None:
@@ -110,7 +110,7 @@ def _last_hashes(text: str) -> tuple[int, str] | None:
     return (answers[-1].end(), answers[-1][1].strip()) if answers else None
 
 
-def _last_said(text: str) -> str | None:
+def _last_stated(text: str) -> str | None:
     """What follows the last "the answer is", up to the end of its sentence."""
     match = _last(_SAID.finditer(text))
     if match is None:

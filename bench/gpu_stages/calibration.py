@@ -182,9 +182,9 @@ def backward_kernels(sizes: Sizes, size: HeadSize) -> Iterator[Row]:
     dlogits = dlogits.clone()
     kept_rows = min(block.padded, 384)
     head, block = block_of(sizes, size, tokens)
-    kept = empty_kept_logits(head, block.padded)
-    block_stats(head, block, False, kept)
-    from_kept = kept_dlogits(head, tiling, kept)
+    kept_logits = empty_kept_logits(head, block.padded)
+    block_stats(head, block, False, kept_logits)
+    from_kept = kept_dlogits(head, tiling, kept_logits)
     yield timed_row(
         "kept_dlogits_kernel",
         case,

@@ -320,11 +320,11 @@ def _pair_row_sums_kernel(
 ):
     """One program compares a block of sorted rows with all members of their groups, one block of columns at a time."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = i < rows
-    score_i = tl.load(scores + i, mask=live, other=0.0)[:, None]
-    reward_i = tl.load(rewards + i, mask=live, other=float("nan"))[:, None]
-    start = tl.load(starts + i, mask=live, other=rows)[:, None]
-    end = tl.load(ends + i, mask=live, other=0)[:, None]
+    in_range = i < rows
+    score_i = tl.load(scores + i, mask=in_range, other=0.0)[:, None]
+    reward_i = tl.load(rewards + i, mask=in_range, other=float("nan"))[:, None]
+    start = tl.load(starts + i, mask=in_range, other=rows)[:, None]
+    end = tl.load(ends + i, mask=in_range, other=0)[:, None]
     first = tl.min(tl.min(start, axis=1), axis=0)
     last = tl.max(tl.max(end, axis=1), axis=0)
     lane = tl.arange(0, COLUMNS)
@@ -332,8 +332,8 @@ def _pair_row_sums_kernel(
     if TOPK:
         best = _best_row(rewards, start, end, first, last, rows, COLUMNS)[:, None]
     if CAPPED:
-        bits = tl.load(cap_bits + start, mask=live[:, None], other=0)
-        rank = tl.load(cap_ranks + start, mask=live[:, None], other=0)
+        bits = tl.load(cap_bits + start, mask=in_range[:, None], other=0)
+        rank = tl.load(cap_ranks + start, mask=in_range[:, None], other=0)
 
     loss = tl.zeros([ROWS], tl.float32)
     grad = tl.zeros([ROWS], tl.float32)
@@ -367,12 +367,12 @@ def _pair_row_sums_kernel(
         times_chosen += tl.sum(over.to(tl.int64), axis=1)
         times_rejected += tl.sum(under.to(tl.int64), axis=1)
         positive_logits += tl.sum((over & (z > 0.0)).to(tl.int64), axis=1)
-    tl.store(losses + i, loss, mask=live)
-    tl.store(grads + i, beta * grad, mask=live)
-    tl.store(chosen + i, times_chosen, mask=live)
-    tl.store(rejected + i, times_rejected, mask=live)
-    tl.store(correct + i, positive_logits, mask=live)
-    tl.store(logits + i, logit, mask=live)
+    tl.store(losses + i, loss, mask=in_range)
+    tl.store(grads + i, beta * grad, mask=in_range)
+    tl.store(chosen + i, times_chosen, mask=in_range)
+    tl.store(rejected + i, times_rejected, mask=in_range)
+    tl.store(correct + i, positive_logits, mask=in_range)
+    tl.store(logits + i, logit, mask=in_range)
 
 
 def pair_row_sums(
