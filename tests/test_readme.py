@@ -134,6 +134,21 @@ def test_metrics_that_are_named_exist():
     assert named - set(METRICS) == set()
 
 
+def test_groups_of_tensorboard_have_their_row():
+    from amir.run.metrics import GROUPS
+
+    rows = table_under("docs/metrics.md", "| group |")
+    assert {name for group, _ in rows for name in re.findall(r"`(\w+)`", group)} == {"eval", *GROUPS}
+
+
+def test_settings_that_a_resumed_run_may_change_are_listed():
+    from amir.run.directory import MAY_CHANGE
+
+    text = (ROOT / "docs" / "runs.md").read_text()
+    listed = re.search(r"A resumed run may change (.*?) and every setting of `sampler`", text, re.DOTALL)[1]
+    assert set(re.findall(r"`([\w.]+)`", listed)) == {key for key in MAY_CHANGE if not key.startswith("sampler.")}
+
+
 def test_shipped_rewards_have_their_row():
     from amir.config import REWARDS
 
