@@ -1,6 +1,6 @@
-"""What can be found out about a run before the weights are loaded: its data, prompts, rewards and model configuration.
+"""What is checked of a run before the weights are loaded: its data, prompts, rewards and model configuration.
 
-`amir train RUN --check` says all of it. Every run does the part that takes seconds before it loads the weights.
+`amir train RUN --check` reports all of it. Every run makes the checks that take seconds before it loads the weights.
 """
 
 import math
