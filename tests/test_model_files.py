@@ -1,6 +1,7 @@
 """A policy has the weights of the files that were named, all of them; what cannot be so is refused with the file."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,91 @@ def test_two_sets_of_weights_are_refused_and_an_index_of_one_file_is_not(base: P
     assert "two sets of weights, model.safetensors and the shards of model.safetensors.index.json" in refusal(base)
 
 
+def shards_of(folder: Path) -> list[Path]:
+    """Saves the tiny model in shards instead of one file."""
+    (folder / "model.safetensors").unlink()
+    model().save_pretrained(folder, max_shard_size="20KB")
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def one_shard_more(folder: Path) -> None:
+    save_file({"v_head.weight": torch.ones(3)}, folder / f"model-00009-of-{len(shards_of(folder)):05d}.safetensors")
+
+
+def shards_of_another_save(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    shards_of(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors").write_bytes(whole)
+
+
+def a_tensor_in_two_shards(folder: Path) -> None:
+    for shard in shards_of(folder)[-2:]:
+        rewrite(shard, lambda held: held | {"model.norm.weight": torch.full((32,), float(len(held)))})
+
+
+def integers_by_torch(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    torch.save({key: (10 * t).to(torch.int8) for key, t in held.items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def eight_bits(folder: Path) -> None:
+    rewrite(folder / "model.safetensors", lambda held: {k: t.to(torch.float8_e4m3fn) for k, t in held.items()})
+
+
+MIXED: dict[str, tuple[Change, str]] = {
+    "one shard more": (
+        one_shard_more,
+        r"model-00009-of-00006\.safetensors is not among the files that the weights are",
+    ),
+    "shards of another save": (
+        shards_of_another_save,
+        r"model-00001-of-.* is not among .* \(model\.safetensors\); exp",
+    ),
+    "no index": (
+        lambda folder: (shards_of(folder), (folder / "model.safetensors.index.json").unlink()),
+        "restore their",
+    ),
+    "a tensor in two shards": (a_tensor_in_two_shards, "00005.* and .*00006.* both have model.norm.weight, with other"),
+    "integers, saved by torch": (
+        integers_by_torch,
+        "embed_tokens.weight has values of type int8, as of a quantized mod",
+    ),
+    "floats of 8 bits": (eight_bits, "embed_tokens.weight has values of type F8_E4M3, as of a quantized model"),
+    "an index of another kind": (
+        lambda folder: (shards_of(folder), (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')),
+        "no weight_map, which names the file of each tensor, in .*index.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_files_that_are_no_one_set_of_weights_are_refused(case: str, base: Path) -> None:
+    change, words = MIXED[case]
+    change(base)
+    assert re.search(words, refusal(base))
+
+
+def test_shards_are_read_and_what_is_beside_the_weights_is_reported(base: Path) -> None:
+    before = logits(loaded(base).model)
+    held = load_file(base / "model.safetensors")
+    torch.save({key: t + 1 for key, t in held.items()}, base / "pytorch_model.bin")
+    policy = loaded(base)
+    assert torch.equal(logits(policy.model), before)
+    assert policy.notes == [
+        f"model = {str(base)!r}: its weights are those of model.safetensors; pytorch_model.bin is not read"
+    ]
+    (base / "pytorch_model.bin").unlink()
+    shards_of(base)
+    assert torch.equal(logits(loaded(base).model), before)
+    (base / "model.safetensors.index.json").unlink()
+    for shard in base.glob("model-*"):
+        shard.unlink()
+    torch.save(held, base / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(logits(loaded(base).model), before)
+
+
 def test_a_head_that_the_files_untie_is_untied_in_what_is_saved(base: Path, tmp_path: Path) -> None:
     head = torch.randn(101, 32)
     rewrite(base / "model.safetensors", lambda held: held | {"lm_head.weight": head})
@@ -227,6 +313,8 @@ OTHER_ADAPTERS: dict[str, tuple[dict[str, Any], Change, str]] = {
     ),
     "a rank in words": ({}, lambda folder: edit(folder / "adapter_config.json", r="four"), "r = four"),
     "no weights": ({}, lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be loaded ("),
+    "not a number": ({}, plus(KEY, torch.full((4, 32), torch.nan)), f"{KEY} has NaN or infinity in float32; expected"),
+    "integers": ({}, plus(KEY, torch.ones(4, 32, dtype=torch.int8)), f"{KEY} has values of type int8, as of a quan"),
     "no settings": (
         {},
         lambda folder: (folder / "adapter_config.json").unlink(),
@@ -241,6 +329,34 @@ def test_an_adapter_that_does_not_fit_is_refused(case: str, base: Path, tmp_path
     adapter(base, tmp_path / "adapter", **settings)
     change(tmp_path / "adapter")
     assert words in refused_adapter(base, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"layer_replication": [[0, 2], [1, 2]]}, {"bias": "all"}], ids=lambda one: min(one)
+)
+def test_an_adapter_of_which_a_model_can_have_one_is_continued_without_a_reference(
+    settings: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    made = adapter(base, tmp_path / "adapter", **settings)
+    assert f"it has {min(settings)} = " in refused_adapter(base, tmp_path / "adapter", beta=0.1)
+    policy = continued(base, tmp_path / "adapter", ref_free=True)
+    assert torch.equal(logits(policy.model), logits(made))
+
+
+def test_the_reference_has_the_adapter_that_was_loaded_whatever_its_file_calls_the_tensors(
+    base: Path, tmp_path: Path
+) -> None:
+    made = adapter(base, tmp_path / "adapter")
+    named = {"lora_A.weight": "lora_A.default.weight", "lora_B.weight": "lora_B.default.weight"}
+    rewrite(
+        tmp_path / "adapter" / "adapter_model.safetensors",
+        lambda held: {f"{k.rpartition('lora_')[0]}{named[k[-13:]]}": t for k, t in held.items()},
+    )
+    policy = continued(base, tmp_path / "adapter", beta=0.1)
+    for parameter in policy.trainable().values():
+        parameter.data += 0.1
+    with policy.reference():
+        assert torch.equal(logits(policy.model), logits(made))
 
 
 def test_an_adapter_may_repeat_the_weights_of_its_base(base: Path, tmp_path: Path) -> None:
@@ -404,8 +520,8 @@ def weights(change: Callable[[Tensor], Tensor]) -> Change:
 
 
 DAMAGED |= {
-    "weights that are not numbers": (weights(lambda t: t * torch.nan), "up_proj.weight holds NaN or infinity"),
-    "weights as integers": (weights(lambda t: t.to(torch.int8)), "up_proj.weight holds integers, as of a quantized mo"),
+    "weights that are not numbers": (weights(lambda t: t * torch.nan), "up_proj.weight has NaN or infinity"),
+    "weights as integers": (weights(lambda t: t.to(torch.int8)), "up_proj.weight has values of type I8, as of a quan"),
     "an end in words": (
         lambda folder: edit(folder / "generation_config.json", eos_token_id="end"),
         "its generation_config.json names 'end' as an end-of-sequence token; expected token ids",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import LoraSettings
 from ..errors import ConfigError
 from .policy import REFERENCE
-from .source import ADAPTER_FILES, Source, adapter_source
+from .source import ADAPTER_FILES, Source, adapter_source, no_weight, stored_tensor
 
 EXPECTED = (
     "a folder with a LoRA adapter of this model in PEFT's format, and lora.r and lora.alpha equal to the adapter's"
@@ -73,10 +73,14 @@ def saved_adapter(
     with source.reading("the adapter's settings", ADAPTER_FILES[:1], EXPECTED):
         notes = _other_base(source, saved, base.name_or_path, revision)
     saved.base_model_name_or_path, saved.revision, saved.inference_mode = base.name_or_path or None, revision, False
+    if with_reference:
+        _refuse_second_copy(source, saved)
     with source.reading("the adapter's weights", ADAPTER_FILES, EXPECTED):
         model = _with_every_tensor(base, saved, source)
-        if with_reference:
-            model.load_adapter(source.location, REFERENCE, **source.arguments)
+    if with_reference:
+        weights = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+        model.add_adapter(REFERENCE, saved)
+        set_peft_model_state_dict(model, weights, REFERENCE)
     return _in_compute_dtype(model, base.dtype), notes
 
 
@@ -96,12 +100,26 @@ def _refuse_other_settings(source: Source, saved: Any, lora: LoraSettings) -> No
         )
 
 
+def _refuse_second_copy(source: Source, saved: Any) -> None:
+    """ConfigError for settings of which PEFT serves one adapter only."""
+    for name in ("bias", "layer_replication"):
+        if (value := getattr(saved, name)) not in ("none", None):
+            raise ConfigError(
+                f"{source.setting}: it has {name} = {value!r}, with which a model can have one adapter only, and this "
+                "run needs a frozen second one as its reference policy; set beta: 0 and ref_free: true, or continue "
+                f"from one without {name}"
+            )
+
+
 def _with_every_tensor(base: Any, saved: Any, source: Source) -> PeftModel:
     """The base model with the saved adapter; ConfigError if a tensor of either has no counterpart in the other.
 
     So has an adapter's file that brings weights of the base model, as for a resized vocabulary, with other values.
     """
     file = load_peft_weights(source.location, device="cpu", **source.arguments)
+    for key, tensor in file.items():
+        if problem := no_weight(tensor):
+            raise ConfigError(f"{source.setting}: {key} has {problem}; expected finite floating-point weights")
     own = dict(base.named_parameters(remove_duplicate=False))
     names = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in file}
     before = {key: own[name].detach().clone() for key, name in names.items() if name in own}
@@ -159,7 +177,7 @@ def _same_weights(first: Path, second: Path) -> bool | None:
     if not files[0] or files[0].keys() != files[1].keys():
         return None
     for name in files[0]:
-        tensors = [_tensor(file[name], name) for file in files]
+        tensors = [stored_tensor(file[name], name) for file in files]
         if tensors[0].shape != tensors[1].shape or tensors[0].dtype != tensors[1].dtype:
             return None
         if not torch.equal(*tensors):
@@ -174,8 +192,3 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
     return files
-
-
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)

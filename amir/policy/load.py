@@ -23,7 +23,15 @@ from .memory import (
 )
 from .policy import Policy
 from .row_independence import refuse_dependent_rows
-from .source import CONFIG_FILES, IGNORED_IF_DAMAGED, TOKENIZER_FILES, WEIGHT_FILES, Source, model_source
+from .source import (
+    CONFIG_FILES,
+    IGNORED_IF_DAMAGED,
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+    Source,
+    model_source,
+    no_weight,
+)
 
 EXPECTED = "a folder with config.json, weights and tokenizer files of a causal language model, or the hub name of one"
 
@@ -67,7 +75,7 @@ def _load(config: RunConfig, *, sharded: bool) -> tuple[Policy, torch.dtype]:
     if config.liger_layers:
         apply_liger_layers(base)
     policy = wrap_policy(base, tokenizer, config, source.revision)
-    policy.notes[:0] = _notes(config, model_config)
+    policy.notes[:0] = _notes(source, model_config)
     return policy, dtype
 
 
@@ -118,10 +126,10 @@ def _model(source: Source, **settings: Any) -> Any:
             **settings,
             **source.arguments,
         )
-        integers = source.integer_tensors()
+        types = source.other_types()
     base, report = loaded
     _refuse_other_weights(source.setting, base, report)
-    _refuse_other_values(source.setting, base, integers)
+    _refuse_other_values(source.setting, base, types)
     if base.config.tie_word_embeddings and not base.all_tied_weights_keys:
         base.config.tie_word_embeddings = False
     return base
@@ -207,23 +215,31 @@ def _refuse_other_weights(setting: str, base: Any, report: dict[str, Any]) -> No
         )
 
 
-def _refuse_other_values(setting: str, base: Any, integers: set[str]) -> None:
-    """ConfigError for weights that are not finite, and for integers in place of the weights of an unquantized layer."""
+def _refuse_other_values(setting: str, base: Any, types: dict[str, str]) -> None:
+    """ConfigError for weights that are not finite, or that the files do not have as floats of 16 bits or more.
+
+    `types`: those of other tensors in the files, whose names may lack a prefix that the model's have.
+    """
     for name, weight in base.named_parameters():
-        if weight.is_floating_point() and (name in integers or not weight.isfinite().all()):
-            values = "integers, as of a quantized model" if name in integers else "NaN or infinity"
-            raise ConfigError(f"{setting}: {name} holds {values}; expected finite floating-point weights")
+        if not weight.is_floating_point():
+            continue
+        kind = next((k for key, k in types.items() if f".{name}".endswith(f".{key}") or key.endswith(f".{name}")), None)
+        if problem := f"values of type {kind}, as of a quantized model" if kind else no_weight(weight):
+            raise ConfigError(f"{setting}: {name} has {problem}; expected finite floating-point weights")
 
 
-def _notes(config: RunConfig, model_config: Any) -> list[str]:
+def _notes(source: Source, model_config: Any) -> list[str]:
     """What the user should know of the model's files."""
-    if not getattr(model_config, "auto_map", None):
-        return []
-    note = (
-        f"model = {config.model!r}: its config.json names custom code ({', '.join(model_config.auto_map)}), which is "
-        f"not run; the model is Transformers' own {model_config.model_type}"
-    )
-    return [note]
+    notes = []
+    if custom := getattr(model_config, "auto_map", None):
+        notes.append(
+            f"{source.setting}: its config.json names custom code ({', '.join(custom)}), which is not run; the model "
+            f"is Transformers' own {model_config.model_type}"
+        )
+    if unread := source.unread_files():
+        read = ", ".join(path.name for path in source.weight_files())
+        notes.append(f"{source.setting}: its weights are those of {read}; {unread[0].name} is not read")
+    return notes
 
 
 def _refuse_too_long(model_config: Any, config: RunConfig) -> None:

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionResolutionError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..errors import ConfigError, summary
@@ -23,6 +24,10 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 CONFIG_FILES = ("config.json",)
 TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja")
 WEIGHT_FILES = ("*.index.json", "*.safetensors", "*.bin")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The files of a model's weights, in the order in which Transformers looks for one or for its index."""
+SAFETENSORS_TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+WEIGHT_TYPES = frozenset(SAFETENSORS_TYPES.values())
 IGNORED_IF_DAMAGED = ("generation_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files without which Transformers loads a model all the same, with other tokens that end a completion."""
 
@@ -66,13 +71,38 @@ class Source:
             if problem := damage(path):
                 raise ConfigError(f"{self.setting}: cannot be loaded ({problem} in {path}); expected {expected}")
 
-    def integer_tensors(self) -> set[str]:
-        """Names of the tensors of integers in the safetensors files of a model."""
-        names = set()
-        for path in self._files(("model*.safetensors",)):
-            with safe_open(path, framework="pt") as file:
-                names |= {name for name in sorted(file.keys()) if file.get_slice(name).get_dtype()[0] in "IU"}
-        return names
+    def weight_files(self) -> list[Path]:
+        """The files that Transformers reads the weights from."""
+        for name in WEIGHTS:
+            if (self._folder / name).is_file():
+                return [self._folder / name]
+            if (self._folder / f"{name}.index.json").is_file():
+                return sorted(self._folder / shard for shard in _shards(self._folder / f"{name}.index.json"))
+        return []
+
+    def unread_files(self) -> list[Path]:
+        """Files of weights beside those that are read: shards that no index names, and those of torch.save."""
+        found = self._files(("model-*-of-*.safetensors", "pytorch_model*.bin"))
+        return sorted(set(found) - set(self.weight_files()))
+
+    def other_types(self) -> dict[str, str]:
+        """Name and type of each tensor in the files of the weights that is no float of 16 bits or more.
+
+        ConfigError if two files have a tensor of the same name with other values.
+        """
+        found: dict[str, str] = {}
+        places: dict[str, Path] = {}
+        for path in self.weight_files():
+            for name, kind in _stored_types(path).items():
+                if name in places and not torch.equal(*(stored_tensor(file, name) for file in (path, places[name]))):
+                    raise ConfigError(
+                        f"{self.setting}: {places[name].name} and {path.name} both have {name}, with other values; "
+                        "expected each tensor in one file"
+                    )
+                places[name] = path
+                if kind not in WEIGHT_TYPES:
+                    found[name] = kind
+        return found
 
     def _files(self, patterns: tuple[str, ...]) -> list[Path]:
         return sorted({path for pattern in patterns for path in self._folder.glob(pattern) if path.is_file()})
@@ -84,6 +114,35 @@ class Source:
             return Path(self.location)
         cached = try_to_load_from_cache(self.location, "config.json", revision=self.revision)
         return Path(cached).parent if isinstance(cached, str) else Path(os.devnull)
+
+
+def no_weight(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be a weight of an unquantized layer; None if it can be."""
+    if (kind := _kind(tensor.dtype)) not in WEIGHT_TYPES:
+        return f"values of type {kind}, as of a quantized model"
+    return None if tensor.isfinite().all() else f"NaN or infinity in {kind}"
+
+
+def stored_tensor(path: Path, name: str) -> Tensor:
+    """A tensor of a weights file."""
+    if path.suffix != ".safetensors":
+        return torch.load(path, map_location="cpu", weights_only=True)[name]
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _stored_types(path: Path) -> dict[str, str]:
+    """The type of each tensor of a weights file, without its values."""
+    if path.suffix != ".safetensors":
+        stored = torch.load(path, map_location="meta", weights_only=True)
+        return {name: _kind(value.dtype) for name, value in stored.items() if isinstance(value, Tensor)}
+    with safe_open(path, framework="pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in sorted(file.keys())}
+    return {name: SAFETENSORS_TYPES.get(kind, kind) for name, kind in kinds.items()}
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _reason(error: Exception) -> str:
@@ -119,7 +178,11 @@ def _json_damage(path: Path) -> str | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         return summary(error)
-    return None if isinstance(content, dict) else f"a JSON {type(content).__name__} instead of an object"
+    if not isinstance(content, dict):
+        return f"a JSON {type(content).__name__} instead of an object"
+    if path.name.endswith(".index.json") and not isinstance(content.get("weight_map"), dict):
+        return "no weight_map, which names the file of each tensor,"
+    return None
 
 
 def _safetensors_damage(path: Path) -> str | None:
@@ -194,13 +257,26 @@ def _refuse_without_model(setting: str, folder: Path) -> None:
             f"{setting}: expected a folder with config.json and weights, or a hub name; found {_content(folder)}"
         )
     index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file() and index.is_file() and not damage(index):
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        if shards - {"model.safetensors"}:
-            raise ConfigError(
-                f"{setting}: it has two sets of weights, model.safetensors and the shards of {index.name}; remove the "
-                "one that is not meant"
-            )
+    shards = _shards(index) if index.is_file() else set()
+    if (folder / "model.safetensors").is_file() and shards - {"model.safetensors"}:
+        raise ConfigError(
+            f"{setting}: it has two sets of weights, model.safetensors and the shards of {index.name}; remove the "
+            "one that is not meant"
+        )
+    source = Source(setting, str(folder))
+    unread = [path.name for path in source.unread_files() if path.suffix == ".safetensors"]
+    read = [path.name for path in source.weight_files()]
+    if unread and (read or not index.is_file()):
+        raise ConfigError(
+            f"{setting}: {unread[0]} is not among the files that the weights are read from "
+            f"({', '.join(read) or 'none'}); expected one complete set of files; remove those that are not meant, or "
+            "restore their index"
+        )
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names; none if it is damaged."""
+    return set() if damage(index) else set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
 
 def _content(folder: Path) -> str:
