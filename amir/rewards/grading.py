@@ -8,9 +8,9 @@ algebra can judge: `Verdict.NEEDS_ALGEBRA`.
 import re
 import unicodedata
 from enum import Enum
-from fractions import Fraction
 
 from ..tasks.exact_numbers import exact_number
+from .quantities import quantity, same_based_number, same_moment, same_quantity, same_ratio
 
 MAX_CHARACTERS = 10_000
 """An answer longer than this equals only the same text."""
@@ -24,16 +24,11 @@ _SYMBOLS = {
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "⁄": "/",
 }  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}")
-_SPACES = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\\hspace\{[^{}]*\}")
-_UNIT_NAMES = {
-    "dollar": "$", "usd": "$", "euro": "€", "eur": "€", "pound": "£", "gbp": "£", "yen": "¥", "cent": "cent",
-    "¢": "cent", "degree": "degree", "deg": "degree", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km",
-    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "gram": "g", "kilogram": "kg",
-    "kilo": "kg", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "percent": "%", "inche": "inch",
-    "in": "inch", "foot": "ft", "feet": "ft", "mile": "mi", "liter": "l", "litre": "l", "point": "pt", "unit": "",
-}  # fmt: skip
-_ARITHMETIC_LETTERS = re.compile(r"\\(?:frac|sqrt|times|cdot|div)|(?<=\d)[eE](?=[-+\d])")
-_CHOICE = re.compile(r"\(?([A-Za-z])\)?(?:[.):]\s*.*|\s*|(?<=\))\s.*)", re.DOTALL)
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\\hspace\{[^{}]*\}")
+_CHOICE = re.compile(
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):?\s+)?\(?([A-Za-z])\)?(?:[.):]\s*.*|\s*|(?<=\))\s.*)", re.DOTALL
+)
+_LABEL = re.compile(r"^(?:\([A-J]\)|[A-J][.)])\s(?=.)")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-][^\W\d_]+)*")
 _MATHS_NAMES = {"pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "infty", "infinity", "inf"}
 
@@ -57,7 +52,12 @@ def compare(answer: str, gold: str) -> Verdict:
     if choice:
         letter = _CHOICE.fullmatch(answer)
         return _verdict(letter is not None and letter[1].upper() == choice[1])
-    return _compare_part(answer, gold)
+    return _compare_part(_without_label(answer, gold), _without_label(gold, answer))
+
+
+def _without_label(text: str, other: str) -> str:
+    """A choice's text without its letter, where it is compared with a quantity: 15 of `(A) 15`."""
+    return _LABEL.sub("", text) if quantity(other) else text
 
 
 def normalized(text: str) -> str:
@@ -71,7 +71,7 @@ def normalized(text: str) -> str:
         inside = text[len(begin) : -len(end)]
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) and begin not in inside and inside:
             text = inside.strip()
-    box = re.fullmatch(r"\\f?boxed\s*\{(.*)\}", text, re.DOTALL)
+    box = re.fullmatch(r"\\(?:boxed|fbox)\s*\{(.*)\}", text, re.DOTALL)
     if box:
         text = box[1]
     text = re.sub(r"\\(?:left|right|displaystyle|bigl|bigr|big)(?![a-zA-Z])", "", text)
@@ -83,8 +83,8 @@ def normalized(text: str) -> str:
     text = re.sub(r"\^\s?\{?\s?\\circ\s?\}?|°|\\degree", " degree ", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\{", "\\lbrace ").replace("\\}", "\\rbrace ")
     text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("\\varnothing", "\\emptyset")
-    text = re.sub(r"(?<![\\\w])pi(?![a-zA-Z])", r"\\pi ", text)
-    return " ".join(text.split()).rstrip(".").strip()
+    text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
+    return re.sub(r"(?<!\.)\.$", "", " ".join(text.split())).strip()
 
 
 def _verdict(equal: bool) -> Verdict:
@@ -101,82 +101,43 @@ def _words(text: str) -> str:
 
 def _without_names(answer: str, gold: str) -> tuple[str, str]:
     """Both without `x =` or `x \\in` in front, where they name the same unknown or only one of them names one."""
-    pattern = r"([a-zA-Z](?:_\{?\w+\}?)?(?:\(\w\))?)\s?(?:=|\\in(?![a-zA-Z]))\s?([^=]+)"
+    pattern = r"(\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\(\w\))?)\s?(?:=|\\in(?![a-zA-Z]))\s?([^=]+)"
     named, named_gold = re.fullmatch(pattern, answer), re.fullmatch(pattern, gold)
     if named and named_gold and named[1] != named_gold[1]:
         return answer, gold
     return named[2].strip() if named else answer, named_gold[2].strip() if named_gold else gold
 
 
+def _computed(text: str) -> str:
+    """The last side of an equation whose sides are one number: 7 of `3 + 4 = 7`."""
+    *sides, last = text.split("=")
+    value = exact_number(last.strip()) if sides else None
+    equal = value is not None and all(exact_number(side.strip()) == value for side in sides)
+    return last.strip() if equal else text
+
+
 def _compare_maths(answer: str, gold: str) -> Verdict:
-    if answer == gold:
+    if _without_spaces(answer) == _without_spaces(gold):
         return Verdict.EQUAL
-    left, right = _quantity(answer), _quantity(gold)
+    for judge in (same_moment, same_based_number):
+        verdict = judge(answer, gold)
+        if verdict is not None:
+            return _verdict(verdict)
+    left, right = quantity(answer), quantity(gold)
     if left and right:
-        return _verdict(_same_quantity(left, right))
+        return _verdict(same_quantity(left, right))
     groups = _group(answer), _group(gold)
     if groups[0] and groups[1]:
         return _compare_groups(*groups[0], *groups[1])
     if groups[0] or groups[1]:
         return Verdict.DIFFERENT if left or right else Verdict.NEEDS_ALGEBRA
-    ratio = _ratio(answer)
-    if ratio is not None and ratio == _ratio(gold):
-        return Verdict.EQUAL
-    return Verdict.DIFFERENT if ratio is not None and _ratio(gold) is not None else Verdict.NEEDS_ALGEBRA
+    ratio = same_ratio(answer, gold)
+    return Verdict.NEEDS_ALGEBRA if ratio is None else _verdict(ratio)
 
 
-# ---- quantities: a number, perhaps with a unit ----------------------------------------------------------------------
-
-
-def _quantity(text: str) -> tuple[Fraction, str] | None:
-    """A number and its unit, empty where it has none."""
-    number = exact_number(text)
-    if number is not None:
-        return number, ""
-    match = re.fullmatch(r"([-+]?)\s?([$€£¥])\s?([^a-zA-Z]*\d[^a-zA-Z]*)(.*)", text)
-    if match:
-        number = exact_number(match[1] + match[3].strip())
-        rest = _unit(match[4])
-        return (
-            None
-            if number is None or (rest not in ("", match[2]) and not rest.startswith("per"))
-            else (number, match[2])
-        )
-    match = re.fullmatch(r"(.*[\d})!])\s?([$€£¥¢%]|%?\s?[^\W\d_][^\d{}\\=<>,]*(?:\^\{?\d\}?)?)", text)
-    if match is None or re.search(
-        r"[a-zA-Z]", re.sub(r"\\(?:frac|sqrt|times|cdot|div)|(?<=\d)[eE](?=[-+\d])", "", match[1])
-    ):
-        return None
-    number, unit = exact_number(match[1].strip()), _unit(match[2])
-    if number is None or (re.fullmatch(r"[a-zA-Z]", match[2].strip()) and match[2].strip() not in "mgslhLJNWVAKCFtM"):
-        return None
-    return number, unit
-
-
-def _unit(text: str) -> str:
-    words = []
-    for word in text.strip().rstrip(".").split():
-        plain = word.lower() if len(word) > 2 else word
-        single = plain.removesuffix("s") if len(plain) > 3 else plain
-        words.append(_UNIT_NAMES.get(plain, _UNIT_NAMES.get(single, single)))
-    return " ".join(filter(None, words))
-
-
-def _same_quantity(left: tuple[Fraction, str], right: tuple[Fraction, str]) -> bool:
-    """Equal numbers, of one unit or where one names none; 50% is 50 and 0.5 beside a bare number."""
-    (a, unit_a), (b, unit_b) = left, right
-    if "%" in (unit_a, unit_b) and "" in (unit_a, unit_b):
-        percent, bare = (a, b) if unit_a == "%" else (b, a)
-        return bare in (percent, percent / 100)
-    return a == b and (unit_a == unit_b or not unit_a or not unit_b)
-
-
-def _ratio(text: str) -> Fraction | None:
-    parts = text.split(":")
-    values = [exact_number(part.strip()) for part in parts]
-    if len(values) == 2 and values[0] is not None and values[1]:
-        return values[0] / values[1]
-    return values[0] if len(parts) == 1 else None
+def _without_spaces(text: str) -> str:
+    """Without the spaces that part no two letters or digits."""
+    return re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", text)
 
 
 # ---- lists, sets, tuples, intervals ---------------------------------------------------------------------------------
@@ -234,11 +195,13 @@ def _parts(text: str) -> list[str]:
 
 def _compare_groups(kind_a: str, parts_a: list[str], kind_b: str, parts_b: list[str]) -> Verdict:
     unordered = {"list", "set"}
-    if kind_a != kind_b and not {kind_a, kind_b} <= unordered:
-        return Verdict.DIFFERENT if {kind_a, kind_b} & {"[)", "(]", "[]"} else Verdict.NEEDS_ALGEBRA
+    if kind_a != kind_b and not {kind_a, kind_b} <= {*unordered, "()"}:
+        return Verdict.DIFFERENT
+    if "set" in (kind_a, kind_b) and "()" in (kind_a, kind_b):
+        return Verdict.DIFFERENT
     if len(parts_a) != len(parts_b) or len(parts_a) > MAX_PARTS:
         return Verdict.DIFFERENT
-    if kind_a in unordered:
+    if {kind_a, kind_b} <= unordered:
         return _compare_unordered(parts_a, parts_b)
     verdicts = [_compare_part(a, b) for a, b in zip(parts_a, parts_b, strict=True)]
     return _worst(verdicts)
@@ -250,7 +213,7 @@ def _compare_part(answer: str, gold: str) -> Verdict:
         return Verdict.EQUAL
     if _is_words(gold) or _is_words(answer):
         return _verdict(_words(answer) == _words(gold))
-    return _compare_maths(*_without_names(answer, gold))
+    return _compare_maths(*map(_computed, _without_names(answer, gold)))
 
 
 def _compare_unordered(answers: list[str], golds: list[str]) -> Verdict:

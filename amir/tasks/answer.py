@@ -1,49 +1,108 @@
 """The answer of a completion, found in its text: what it marks as its answer, else the last number that it names.
 
 Of the marks `\\boxed{...}`, `<answer>...</answer>` and `#### ...` the one that ends last counts; without a mark, the
-last "the answer is ...". The whole text is searched, in time linear in its length.
+last "the answer is ..."; without that, the last number, with the expression that it is a part of. What stands in
+`<think>...</think>` is no answer. The rest of the text is searched, in time linear in its length.
 """
 
 import re
 from collections.abc import Iterator
 
+MOST_NESTED = 3
+"""Marks inside a mark that are looked into."""
+
 _SPACE = r"[ \t\u00a0]"
-_BOX = re.compile(r"\\f?boxed\s{0,9}\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{")
 _BLOCK = re.compile(r"</?answer>", re.IGNORECASE)
 _HASHES = re.compile(rf"^{_SPACE}{{0,9}}####{_SPACE}{{0,9}}([^\n]{{1,200}})$", re.MULTILINE)
+_THINK = re.compile(r"(</?think>)")
+_SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")
+_BOLD = re.compile(r"(\*\*|__)(?=\S)([^*_\n]{1,200}?)(?<=\S)\1(?!\w)")
+_FILLERS = "now|simply|exactly|just|then|thus|therefore|hence|indeed|clearly|also|equal to"
 _SAID = re.compile(
-    r"\banswer\b(?: \w{1,20}){0,3}?\s{0,3}(?:is|are|:|=)(?:\s{1,3}(?:now|simply|exactly|just))?\s{0,3}:?\s{0,3}"
-    r"([^\n]{1,200})",
+    rf"\b(?:answer|(?:correct|right) (?:option|choice))\b[\"']?(?:,? (?!not\b|cannot\b)\w{{1,20}}){{0,3}}?"
+    r",?\s{0,3}(?:is|are|be|:|=)"
+    rf"(?:\s{{1,3}}(?:{_FILLERS}))?\s{{0,3}}[:}}]?\s{{0,3}}([^\n]{{1,200}})",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?;](?=\s|$)")
+_CHOSEN = re.compile(r"\b(?:option|choice)\s{1,3}(\([A-J]\)|[A-J])(?!\w)", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:\b(?:not|cannot|never)|n['’]t)(?: \w{1,20}){0,2}\s?$", re.IGNORECASE)
+_ONE_WORD = re.compile(r"\W{0,9}([^\W\d_][\w'’-]{0,40})\W{0,9}")
+_LABELLED = re.compile(r"\W{0,4}\(?[A-J][.):]\s[^\n]{1,200}")
+_SENTENCE_END = re.compile(
+    r"(?<!\\)[.!?;](?=\s|$)|,?\s(?:not|because|since|rather than|instead of)\s|[\"'][},\]]|,\s?[\"']"
+)
 
 _GROUPED = r"\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?!\d)"
+_MOMENT = r"\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{4}|\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\s?[aApP]\.?[mM]\b)?"
 _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+"
 _BRACES = r"\{[^{}]{1,60}\}"
 _LATEX = rf"\\[dtc]?frac{_BRACES}{_BRACES}|\\[dtc]?frac\d\d|\\sqrt{_BRACES}|√\d+"
-_ATOM = rf"(?:[$€£¥]\s?)?(?:{_DIGITS})!?%?|{_LATEX}"
+_ATOM = rf"{_MOMENT}|(?:[$€£¥]\s?)?(?:{_DIGITS})!?%?|{_LATEX}"
 _OPERATOR = r"\s?(?:\*\*|\^|[+*/×·÷:]|\\times|\\cdot|\\div)|\s[-−](?=\s)"
 _JOIN = rf"(?:{_OPERATOR})\s?[-−]?(?:{_BRACES}|\()?"
 _SCIENTIFIC = re.compile(r"\s?(?:[*×·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)")
 _UNFINISHED = re.compile(r"\S\s?(?:[+×·÷]|(?<!\*)\*(?!\*)|\\times|\\cdot|\\div|\s[-−])")
 """A sum or product without its result, such as a question repeated: no answer, unless it is marked as one."""
 _EXPRESSION = re.compile(rf"(?<![\w.,\\])[-−+]?(?:{_ATOM})(?:\^?{_BRACES}|{_JOIN}(?:{_ATOM})?\)?)*")
-_MATHS = re.compile(r"\$([^$\n]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[([^\n]{1,300}?)\\\]")
+_MATHS = re.compile(r"\$((?:\\[^\n]|[^$\\\n]){1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[([^\n]{1,300}?)\\\]")
+_TERM = re.compile(
+    rf"(?P<unit>(?<=\d)\s?[a-zA-Z]{{1,4}}(?:/[a-zA-Z]{{1,4}})?\^\{{?-?\d\}}?)|(?P<number>{_ATOM})"
+    r"|(?P<function>\\(?!boxed|(?:times|cdot|div)(?![a-z]))[a-zA-Z]{1,30}\s?|(?:sin|cos|tan|log|ln|exp|sqrt)\s?(?![a-z]))"
+    r"|(?P<word>[^\W\d_]{2,}['’]?)"
+    r"|(?P<letter>[^\W\d_](?!['’])|[√∞])|(?P<comma>,\s?)|(?P<range>(?<=\d)[-−](?=\d))"
+    r"|(?P<sign>\s?(?:\\(?:times|cdot|div)(?![a-z])|\*\*|(?<![<>])[<>](?![<>])=?|[≤≥≠+*/·×÷^_−-])\s?)|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<other>.)",
+    re.DOTALL,
+)
+_SCALE = re.compile(r"\s(?:hundred|thousand|million|billion|trillion)\b")
+_DIGIT = re.compile(r"[-−+]?[$€£¥]?\.?\d")
+_WINDOW = 300
+"""Characters on each side of the last number in which its expression is looked for."""
 _NUMBER_AHEAD = re.compile(r"[-−+]?\s?(?:[$€£¥]|\\\$)?\s?(?:\d|\.\d|\\[dtc]?frac|\\sqrt|\\boxed)")
 
 
 def last_answer(text: str) -> str | None:
     """What the completion gives as its answer, as written, else None.
 
-    A `\\boxed{` or `<answer>` that is never closed is an answer cut short: it holds none, nor does what follows it.
+    A `\\boxed{` or `<answer>` that is never closed is an answer cut short: it holds none, nor does what follows it. A
+    `<think>` that is never closed holds none but a marked one.
     """
-    text = _before_open_mark(text.replace("\u2212", "-"))
-    marks = [mark for mark in (_last_box(text), _last_block(text), _last_hashes(text)) if mark is not None]
+    text = _BOLD.sub(r"\2", _SPECIAL.sub("\n", text.replace("\u2212", "-")))
+    text, thinking = _without_thinking(text)
+    whole, text = _before_open_mark(text + thinking), _before_open_mark(text)
+    marks = [mark for mark in (_last_box(whole), _last_block(whole), _last_hashes(whole)) if mark is not None]
     if marks:
-        return max(marks)[1]
-    stated = _last_stated(text)
-    return stated if stated is not None else _last_expression(text)
+        return _inner_answer(max(marks)[1])
+    return _last_stated(text) or _last_unmarked(text)
+
+
+def _without_thinking(text: str) -> tuple[str, str]:
+    """The text outside `<think>...</think>`, and what follows a `<think>` that is never closed.
+
+    Text before a `</think>` that was never opened is thinking as well: a prompt may have opened it.
+    """
+    outside: list[str] = []
+    start: int | None = None
+    for piece in _THINK.split(text):
+        if piece == "<think>" and start is None:
+            start = len(outside)
+        elif piece == "</think>":
+            del outside[start or 0 :]
+            start = None
+        else:
+            outside.append(piece)
+    start = len(outside) if start is None else start
+    return "".join(outside[:start]), "".join(outside[start:])
+
+
+def _inner_answer(content: str) -> str:
+    """The answer inside a mark: that of a box in it, or what follows "the answer is", or all of it."""
+    for _ in range(MOST_NESTED):
+        inner = last_boxed(content) or _last_stated(content)
+        if inner is None:
+            break
+        content = inner
+    return content
 
 
 def last_boxed(text: str) -> str | None:
@@ -97,11 +156,7 @@ def _last_block(text: str) -> tuple[int, str] | None:
             block, begin = (match.end(), text[begin : match.start()].strip()), None
     if block is None or not block[1]:
         return None
-    boxed = last_boxed(block[1])
-    if boxed is not None:
-        return block[0], boxed
-    stated = _last_stated(block[1])
-    return block[0], block[1] if stated is None else stated
+    return block
 
 
 def _last_hashes(text: str) -> tuple[int, str] | None:
@@ -116,25 +171,74 @@ def _last_stated(text: str) -> str | None:
     if match is None:
         return None
     sentence = _SENTENCE_END.split(match[1].strip(), maxsplit=1)[0].strip(" *_")
-    maths = _MATHS.match(sentence)
+    sentence = sentence[1:] if sentence[:1] in ("'", '"') else sentence
+    maths = _MATHS.match(match[1].strip(" *_"))
     if maths:
         return maths[maths.lastindex or 0].strip()
     expression = _EXPRESSION.match(sentence)
     if expression and _NUMBER_AHEAD.match(sentence):
-        rest = sentence[expression.end() :].strip()
-        return sentence if len(rest.split()) <= 2 and not re.search(r"[=]", rest) else _trimmed(expression[0])
+        rest = sentence[expression.end() :].strip("}\"' ")
+        return sentence if 0 < len(rest.split()) <= 2 and not re.search(r"[=]", rest) else _trimmed(expression[0])
     return sentence if 0 < len(sentence.split()) <= 6 and not re.match(r"not\b", sentence, re.IGNORECASE) else None
 
 
-def _last_expression(text: str) -> str | None:
-    """The last number, or the arithmetic that it stands in."""
-    expression = _last(_EXPRESSION.finditer(text))
-    if expression is None:
-        return None
+def _last_unmarked(text: str) -> str | None:
+    """The option that is named last, the last number with its expression, or the only word of the text."""
+    if _LABELLED.fullmatch(text.strip()):
+        return text.strip()
+    number, chosen = _last(_EXPRESSION.finditer(text)), _last(_CHOSEN.finditer(text))
+    if chosen and (number is None or number.end() <= chosen.end()):
+        return chosen[1]
+    if number is None:
+        word = _ONE_WORD.fullmatch(text.strip())
+        return word and word[1]
+    return _expression(text, number)
+
+
+def _expression(text: str, number: re.Match[str]) -> str | None:
+    """What a number stands in: mathematics in LaTeX, an expression with letters, a list, or arithmetic."""
     for maths in _MATHS.finditer(text):
-        if maths.start() <= expression.start() and expression.end() <= maths.end():
+        if maths.start() <= number.start() and number.end() <= maths.end():
             return maths[maths.lastindex or 0].rpartition("=")[2].strip()
-    return None if _UNFINISHED.search(_SCIENTIFIC.sub("", expression[0])) else _trimmed(expression[0])
+    if _NEGATED.search(text[max(0, number.start() - _WINDOW) : number.start()]):
+        return None
+    whole = _surrounding(text, number)
+    if whole is not None:
+        return whole
+    if scale := _SCALE.match(text, number.end()):
+        return number[0].strip() + scale[0]
+    return None if _UNFINISHED.search(_SCIENTIFIC.sub("", number[0])) else _trimmed(number[0])
+
+
+def _surrounding(text: str, number: re.Match[str]) -> str | None:
+    """The run of terms around a number, if it has more than numbers and signs, such as `2x + 1` or `(3, 5)`."""
+    first = max(text.rfind("\n", 0, number.start()) + 1, number.start() - _WINDOW)
+    kinds: list[str] = []
+    depth, begin, last = 0, first, number.end() - 1
+    for term in _TERM.finditer(text, first, number.end() + _WINDOW):
+        kind = term.lastgroup or "other"
+        depth = max(0, depth + (kind == "open") - (kind == "close"))
+        numbers = kinds[-1:] == ["number"] and _DIGIT.match(text, term.end()) is not None
+        if kind in ("other", "range", "word") or (kind == "comma" and not depth and not numbers):
+            if begin <= last < term.start():
+                return _with_meaning(text[begin : term.start()], kinds)
+            kinds, depth, begin = [], 0, term.end()
+        else:
+            kinds.append(kind)
+    return _with_meaning(text[begin : number.end() + _WINDOW], kinds)
+
+
+def _with_meaning(run: str, kinds: list[str]) -> str | None:
+    """A run without loose signs and brackets around it; None if it has numbers and arithmetic only."""
+    run = re.sub(r"^(?:[-+*/·×÷^_>,\s]*[*/·×÷^_>,\s])+|[-+*/·×÷^_<>,\s]+$", "", run)
+    while (
+        run
+        and (run[0] in "({[") != (run[-1] in ")}]")
+        and run.count("(") + run.count("[") + run.count("{") != (run.count(")") + run.count("]") + run.count("}"))
+    ):
+        run = run[1:] if run[0] in "({[" else run[:-1]
+    has_more = {"letter", "function", "comma", "unit"} & set(kinds) or re.search(r"[<>≤≥≠√]|\\(?!times|cdot|div)", run)
+    return run if has_more and re.search(r"\d", run) else None
 
 
 def _trimmed(expression: str) -> str:

@@ -19,7 +19,10 @@ MAX_BITS = 200_000
 MAX_FACTORIAL = 5_000
 MAX_DEPTH = 50
 
-_NUMBER = r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d{1,3}(?: \d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+"
+_NUMBER = (
+    r"\d{1,3}(?:[ .]\d{3})+,\d+(?![\d,])|\d{1,3}(?:_\d{3})+(?![\d_])|"
+    r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d{1,3}(?: \d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+"
+)
 _TOKEN = re.compile(
     rf"\s*(?:(?P<number>(?:{_NUMBER})(?:[eE][+-]?\d{{1,6}})?)"
     r"|(?P<command>\\[dtc]?frac|\\sqrt|\\times|\\cdot|\\div)|(?P<sign>\*\*|[-+*/^!(){}\[\]×·÷]))"
@@ -27,7 +30,7 @@ _TOKEN = re.compile(
 _TIMES, _OVER = {"*", "×", "·", "\\times", "\\cdot"}, {"/", "÷", "\\div"}
 
 
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s?\{?(\d+)\}?")
+_REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|\((\d+)\))")
 
 
 def exact_number(text: str) -> Fraction | None:
@@ -189,7 +192,9 @@ class _Parser:
 
 
 def _fraction(text: str) -> Fraction:
-    cleaned = text.replace(",", "").replace(" ", "")
+    if re.fullmatch(r"\d{1,3}(?:[ .]\d{3})+,\d+", text):
+        text = text.replace(".", "").replace(",", ".")
+    cleaned = re.sub("[, _]", "", text)
     if len(cleaned) > MAX_DIGITS:
         raise NotExactNumber
     mantissa, _, exponent = cleaned.lower().partition("e")
@@ -202,8 +207,8 @@ def _fraction(text: str) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """`0.1\\overline{6}` as a fraction in parentheses."""
-    whole, fixed, repeated = match.groups()
+    """`0.1\\overline{6}` and `0.1(6)` as a fraction in parentheses."""
+    whole, fixed, repeated = match[1], match[2], match[3] or match[4]
     if len(match[0]) > MAX_DIGITS:
         raise NotExactNumber
     nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
