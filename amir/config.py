@@ -92,7 +92,9 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _with_known_home(text: str) -> str:
+def _valid_path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a path has no NUL character; remove it")
     try:
         Path(text).expanduser()
     except RuntimeError:
@@ -102,7 +104,7 @@ def _with_known_home(text: str) -> str:
     return text
 
 
-PathText = Annotated[Text, AfterValidator(_with_known_home)]
+PathText = Annotated[Text, AfterValidator(_valid_path)]
 """A path, or a name that may be one; a leading `~` is the user's home folder."""
 
 Paths = PathText | Annotated[list[PathText], Field(min_length=1)]

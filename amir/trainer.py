@@ -107,10 +107,16 @@ class Trainer:
                 self.finished_steps = load_checkpoint(checkpoint, self.policy.model, self.optimizer, self.named)
                 self.saved_steps = self.finished_steps
                 self.data_position = self.finished_position = data_position(checkpoint)
-            for metrics in self.directory.rewind(self.finished_steps):
+            rows = self.directory.rewind(self.finished_steps)
+            for metrics in rows:
                 self.health.take(metrics)
         self.evaluated = self.ranks.gather(self.finished_steps in self.directory.evaluations())[0]
         self.log(f"resumed after step {self.finished_steps}" if checkpoint else "no checkpoint yet: starting at step 1")
+        if lost := sorted({*range(1, self.finished_steps + 1)} - {row["step"] for row in rows}):
+            self.log(
+                f"metrics.jsonl has no row for {len(lost)} of the {self.finished_steps} steps before this point, the "
+                f"first of them step {lost[0]}; the run continues without them"
+            )
 
     def train(self) -> None:
         """Runs to `max_steps`; evaluates first, every `eval_steps` and last; saves every `save_steps` and last.

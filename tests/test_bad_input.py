@@ -210,6 +210,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "max_prompt_length + max_completion_length = 10008: the model has 256 positions; lower one of the two",
     ),
     "a name too long": ({"output_dir": "o" * 300}, "ooo': File name too long; name another output_dir"),
+    "a NUL in a path": ({"output_dir": "a\0b"}, "output_dir = 'a\\x00b': a path has no NUL character; remove it"),
     "a home that is not there": (
         {"output_dir": "~nobody.here/x"},
         "output_dir = '~nobody.here/x': there is no home folder of that user; expected an existing user",

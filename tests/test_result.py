@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import amir.__main__ as command
 import amir.policy.load
 from amir.config_reader import config_yaml
+from amir.policy.checkpoint import save_result
 from amir.run.notices import Notices, library_notices
-from tiny import model, run_config, tokenizer
+from tiny import model, policy, run_config, tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
 
@@ -91,6 +92,16 @@ def test_every_file_has_the_mode_of_the_umask(mask: int, tmp_path: Path, monkeyp
     files = [path for path in run.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".jinja", ".md"}
     assert {path: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == dict.fromkeys(files, oct(0o666 & ~mask))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_reported_as_the_weights_are(tmp_path: Path) -> None:
+    class OnFullDisk:
+        def save_pretrained(self, folder: str) -> None:
+            tokenizer().backend_tokenizer.save("/dev/full")
+
+    with pytest.raises(OSError, match=r"adapter cannot be saved \(No space left on device .*tokenizer\); free disk"):
+        save_result(tmp_path / "adapter", policy().model, OnFullDisk())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_library_warning_reaches_the_terminal_and_the_log_once(

@@ -2,7 +2,10 @@
 
 import datetime
 import json
+import os
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from decimal import Decimal
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from amir.config import RunConfig
 from amir.config_reader import config_yaml, load_config, resolved
@@ -19,6 +23,7 @@ from amir.policy.checkpoint import keep_checkpoints
 from amir.policy.load import wrap_policy
 from amir.run.contents import contents
 from amir.run.directory import RunDirectory, check_run_directory, choose_output_dir
+from amir.run.machine import commit
 from amir.tasks import Example, load_task
 from amir.tasks.prompts import Prompt
 from amir.trainer import Trainer
@@ -116,6 +121,21 @@ def test_a_model_that_was_replaced_is_refused_by_name(tmp_path, what: str) -> No
     with pytest.raises(ConfigError, match=words) as refused:
         trainer(tmp_path, on_rows(tmp_path, max_steps=3), resume=True, change=change)
     assert str(refused.value).endswith(", or start a new run without --resume")
+
+
+def test_a_reference_that_was_replaced_is_refused_with_its_setting(tmp_path) -> None:
+    write_rows(tmp_path / "rows.jsonl", "1+1", "2+1", "3+1")
+    finished(tmp_path, on_rows(tmp_path))
+    (tmp_path / "run").rename(tmp_path / "before")
+    adapter = tmp_path / "before" / "adapter"
+    config = {"lora": {"r": 4, "alpha": 8, "adapter": str(adapter)}, "beta": 0.1}
+    finished(tmp_path, on_rows(tmp_path, **config))
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(
+        ConfigError, match=r"lora\.adapter = '.*adapter': the weights of the model or of the adapter are"
+    ):
+        trainer(tmp_path, on_rows(tmp_path, max_steps=3, **config), resume=True)
 
 
 ROWS = {
@@ -232,9 +252,11 @@ def test_a_run_without_its_record_resumes_and_a_damaged_one_is_named(tmp_path) -
     write_rows(tmp_path / "rows.jsonl", "1+1", "2+1", "3+1")
     finished(tmp_path, on_rows(tmp_path))
     record = tmp_path / "run" / "run.json"
-    record.write_text("{")
-    with pytest.raises(ConfigError, match=r"run\.json: damaged .*; restore it, or remove it to resume without it"):
-        trainer(tmp_path, on_rows(tmp_path, max_steps=3), resume=True)
+    damaged = ["{", "[]", '{"contents": 5, "processes": []}', '{"contents": {"model_config": 4}, "processes": []}']
+    for text in damaged:
+        record.write_text(text)
+        with pytest.raises(ConfigError, match=r"run\.json: damaged .*; restore it, or remove .* to resume without it"):
+            trainer(tmp_path, on_rows(tmp_path, max_steps=3), resume=True)
     record.unlink()
     trainer(tmp_path, on_rows(tmp_path, max_steps=3), resume=True)
 
@@ -255,6 +277,19 @@ def test_a_run_records_its_processes(tmp_path, monkeypatch) -> None:
     assert datetime.datetime.fromisoformat(first["date"]).tzinfo is not None
     assert first["ranks"] == 1
     assert "commit" in first
+
+
+def test_the_commit_is_read_without_a_change_to_the_repository(tmp_path, monkeypatch) -> None:
+    """A refresh of git's index takes its lock, which a killed run or a full disk would leave behind."""
+    monkeypatch.setattr("amir.run.machine.PACKAGE_FOLDER", tmp_path)
+    (tmp_path / "__init__.py").write_text("")
+    name = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "One."]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    os.utime(tmp_path / "__init__.py", (0, 0))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert re.fullmatch(r"[0-9a-f]{40,64}", commit())
+    assert (tmp_path / ".git" / "index").read_bytes() == index
 
 
 def test_the_configuration_of_a_run_is_resolved(tmp_path, monkeypatch) -> None:

@@ -271,6 +271,7 @@ def test_a_record_that_cannot_be_read_is_named_when_resuming(tmp_path) -> None:
         ("metrics.jsonl", b"\xff\xfe\n"),
         ("metrics.jsonl", b"null\n"),
         ("evaluations.jsonl", b'{"reward": 1}\n'),
+        ("evaluations.jsonl", b'{"step": 2, "success": "all"}\n'),
     ],
 )
 def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: bytes) -> None:
@@ -278,6 +279,22 @@ def test_a_damaged_record_is_named_when_resuming(tmp_path, name: str, text: byte
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ConfigError, match=f"{name}.*(correct or remove the line|restore the run's configuration)"):
         trainer(tmp_path, run_config(max_steps=3), resume=True)
+
+
+def test_rows_that_were_lost_are_counted_when_resuming(tmp_path) -> None:
+    run(tmp_path, run_config(max_steps=2))
+    (tmp_path / "metrics.jsonl").write_bytes((tmp_path / "metrics.jsonl").read_bytes()[:40])
+    resumed = run(tmp_path, run_config(max_steps=2), resume=True)
+    told = "metrics.jsonl has no row for 2 of the 2 steps before this point, the first of them step 1"
+    assert [text for text in resumed.display.messages if text.startswith(told)]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_records_and_no_configuration_is_neither_resumed_nor_overwritten(tmp_path, resume: bool) -> None:
+    run(tmp_path, run_config(max_steps=2))
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"it has metrics\.jsonl of a run and no config\.yaml, .*; restore that file"):
+        RunDirectory(tmp_path, run_config(), resume=resume)
 
 
 def test_resuming_a_finished_run_says_so(tmp_path) -> None:

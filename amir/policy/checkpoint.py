@@ -161,7 +161,7 @@ def save_result(
         with _atomic_folder(folder) as staging:
             _save_weights(staging, model, weights, own_names=False)
             if tokenizer is not None:
-                tokenizer.save_pretrained(str(staging))
+                _save_tokenizer(staging, tokenizer)
             if card is not None:
                 (staging / "README.md").write_text(card, encoding="utf-8")
     ranks.wait()
@@ -190,6 +190,16 @@ def _save_weights(folder: Path, model: Any, weights: dict[str, Tensor] | None, *
 
 
 _ONE_FILE = "10000GB"
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """OSError if it cannot be written, for which the library tokenizers raises Exception itself."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"{error}, while writing the tokenizer") from None
 
 
 def _load_model_weights(file: Path, named: dict[str, Tensor]) -> None:

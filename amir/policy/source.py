@@ -82,15 +82,15 @@ class Source:
 
     def unread_files(self) -> list[Path]:
         """Files of weights beside those that are read: shards that no index names, and those of torch.save."""
-        found = self._files(("model-*-of-*.safetensors", "pytorch_model*.bin"))
-        return sorted(set(found) - set(self.weight_files()))
+        files = self._files(("model-*-of-*.safetensors", "pytorch_model*.bin"))
+        return sorted(set(files) - set(self.weight_files()))
 
     def other_types(self) -> dict[str, str]:
         """Name and type of each tensor in the files of the weights that is no float of 16 bits or more.
 
         ConfigError if two files have a tensor of the same name with other values.
         """
-        found: dict[str, str] = {}
+        others: dict[str, str] = {}
         places: dict[str, Path] = {}
         for path in self.weight_files():
             for name, kind in _stored_types(path).items():
@@ -101,8 +101,8 @@ class Source:
                     )
                 places[name] = path
                 if kind not in WEIGHT_TYPES:
-                    found[name] = kind
-        return found
+                    others[name] = kind
+        return others
 
     def _files(self, patterns: tuple[str, ...]) -> list[Path]:
         return sorted({path for pattern in patterns for path in self._folder.glob(pattern) if path.is_file()})

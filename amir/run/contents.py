@@ -48,6 +48,12 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def refuse_changes(before: dict[str, Any], now: dict[str, Any], config: RunConfig) -> list[str]:
     """ConfigError if what the run trains on changed since it began; returns notes on changes that are harmless."""
+    for name, value in now.items():
+        if isinstance(value, dict) and not isinstance(before.get(name, {}), dict):
+            raise ConfigError(
+                f"run.json: damaged (contents.{name} = {before[name]!r:.60}); restore it, or remove the file to resume "
+                "without it"
+            )
     names = changed(before, now)
     for name, reason in _refusals(before, now, config, names).items():
         if name in names:
@@ -77,6 +83,12 @@ def _refusals(before: dict[str, Any], now: dict[str, Any], config: RunConfig, na
         if "chat_template" in names
         else "the tokenizer or its chat template gives other tokens for the same rows; restore the tokenizer's files"
     )
+    frozen = f"model = {config.model!r}: its weights are"
+    if config.lora is not None and config.lora.adapter is not None:
+        frozen = (
+            f"model = {config.model!r} and lora.adapter = {config.lora.adapter!r}: the weights of the model or of the "
+            "adapter are"
+        )
     return {
         "training_examples": (
             f"{rows}: the training examples are not those that the run began with ({counts[0]} then, {counts[1]} now, "
@@ -87,9 +99,7 @@ def _refusals(before: dict[str, Any], now: dict[str, Any], config: RunConfig, na
             f"model = {config.model!r}: its config.json is not the one that the run began with "
             f"({_differing(before, now)}); restore the model"
         ),
-        "frozen_weights": (
-            f"model = {config.model!r}: its weights are not those that the run began with; restore the model"
-        ),
+        "frozen_weights": f"{frozen} not those that the run began with; restore the files",
     }
 
 

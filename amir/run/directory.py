@@ -85,12 +85,12 @@ class RunDirectory:
         write_atomically(self.path / "run.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
     def description(self) -> dict[str, Any]:
-        """What run.json says; empty if there is none."""
+        """What run.json says; no processes if there is none."""
         path = self.path / "run.json"
         try:
-            described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            if not isinstance(described["processes"] if described else [], list):
-                raise TypeError("expected a list of processes")
+            described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"processes": []}
+            if not isinstance(described["processes"], list) or not isinstance(described.get("contents", {}), dict):
+                raise TypeError("expected a list of processes, and contents by name")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}: damaged ({error}); restore it, or remove it to resume without it") from None
         return described
@@ -142,6 +142,12 @@ class RunDirectory:
         rows = _rows(self.path / "evaluations.jsonl")
         name = "reward" if all(row.get("success") is None for row in rows) else "success"
         scores = {row["step"]: row.get(name) for row in rows}
+        for step, score in scores.items():
+            if not isinstance(score, int | float | None):
+                raise ConfigError(
+                    f"{self.path / 'evaluations.jsonl'}: step {step} has {name} = {score!r:.60}; expected a number or "
+                    "null; correct or remove the line"
+                )
         return {step: -math.inf if score is None else score for step, score in scores.items()}
 
     def record(self, name: str, row: dict[str, Any]) -> None:
@@ -319,6 +325,10 @@ MAY_CHANGE -= {"sampler.name", "sampler.dialect"}
 """Settings that a resumed run may change: length, time limits, saving, evaluation and memory. Others define the run."""
 
 
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "checkpoints")
+"""What a run has written once it has taken a step or evaluated."""
+
+
 def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     """ConfigError if the folder cannot be written to, or has a run, or with `resume` has none. Writes nothing."""
     try:
@@ -328,6 +338,11 @@ def check_run_directory(path: Path, config: RunConfig, *, resume: bool) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
             f"output_dir = {str(path)!r}: {str(existing)!r} is not a writable folder; name another output_dir"
+        )
+    if not has_run(path) and (record := next((path / name for name in RECORDS if (path / name).exists()), None)):
+        raise ConfigError(
+            f"output_dir = {str(path)!r}: it has {record.name} of a run and no config.yaml, which a run cannot be "
+            "resumed without; restore that file and add --resume, or name another folder"
         )
     if not resume:
         if has_run(path):

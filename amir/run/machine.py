@@ -86,7 +86,7 @@ def _installed_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(PACKAGE_FOLDER), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(PACKAGE_FOLDER), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
@@ -100,8 +100,8 @@ def _processor() -> str:
 def _gpu_power_and_driver() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()[0]
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    power, driver = (part.strip() for part in answer.split(","))
-    return {"gpu_power_limit": power, "driver": driver}
+    fields = [field.strip() for field in answer.partition("\n")[0].split(",")]
+    return dict(zip(("gpu_power_limit", "driver"), fields, strict=True)) if len(fields) == 2 else {}
