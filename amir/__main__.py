@@ -1,6 +1,7 @@
 """The `amir` command: trains a run, lists the shipped recipes, checks what this machine can run."""
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import os
@@ -217,6 +218,8 @@ def _train(path: Path | None, config: RunConfig | None, *, resume: bool) -> None
         from .run.notices import library_notices
 
         notices = stack.enter_context(library_notices())
+        if config:
+            stack.callback(notices.pass_rest_to, functools.partial(typer.echo, err=True))
         ranks = stack.enter_context(joined_ranks())
         path, config, resume = ranks.gather((path, config, resume))[0]
         _train_with(ranks, notices, path, config, resume, task, rewards)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import yaml
 
 import amir.__main__
 from amir.config_reader import config_yaml
+from amir.errors import ConfigError
 from amir.run import display
 from tiny import Grader, model, run_config, tokenizer
+from vllm_like import BASE, VllmLike
 
 FIELDS = yaml.safe_load(config_yaml(run_config(max_steps=2, output_dir="run")))
 
@@ -47,6 +50,7 @@ def test_a_check_needs_no_weights_and_writes_nothing(amir_train) -> None:
     )
     assert "\ntraining prompts: 71, " in out
     assert "\nheld-out prompts: 2, " in out
+    assert "\nfirst prompt, " in out
     assert "\nsteps: 2; one pass over the training prompts takes 24\n" in out
     assert "to the first example: correctness 1, length " in out
     assert not Path("run").exists()
@@ -127,6 +131,41 @@ def test_data_and_rewards_are_tried_before_torch_is_imported(tmp_path: Path, set
     )
     assert done.stdout.endswith("exit 2 False\n")
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--check"], []], ids=["check", "run"])
+def test_an_overlong_prompt_is_refused_without_weights(amir_train, options: list[str]) -> None:
+    Path("tiny/model.safetensors").unlink()
+    rows = [{"q": "1+1", "answer": 2}, {"q": "1+" * 40 + "1", "answer": 41}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "dataset", "path": "rows.jsonl", "prompt": "{q}"}
+    code, _, err = amir_train(*options, task=task, eval_prompts=0, overlong_prompts="refuse", max_prompt_length=64)
+    assert code == 2
+    assert "max_prompt_length = 64: rows.jsonl, line 2 has 82 tokens and overlong_prompts = 'refuse'" in err
+
+
+@pytest.mark.parametrize(("serves", "line"), [(True, "server: {} answers"), (False, "warning: sampler.url = '{}'")])
+def test_a_check_tries_the_server_once(amir_train, serves: bool, line: str) -> None:
+    server = VllmLike()
+    if not serves:
+        server.close()
+    settings = {"name": "server", "url": server.url, "model": BASE, "wait_seconds": 600}
+    code, out, err = amir_train("--check", sampler=settings)
+    if serves:
+        server.close()
+    assert (code, err) == (0, "")
+    assert f"\n{line.format(server.url)}" in out
+
+
+def test_a_refused_run_shows_the_warnings_before_it(amir_train, monkeypatch) -> None:
+    def refuse(*arguments: object) -> None:
+        warnings.warn("the file is odd", UserWarning, stacklevel=1)
+        raise ConfigError("the file is refused")
+
+    monkeypatch.setattr("amir.policy.load.load_policy", refuse)
+    code, _, err = amir_train()
+    assert code == 2
+    assert err == "UserWarning: the file is odd\namir: the file is refused\n"
 
 
 def test_a_run_without_steps_evaluates_and_saves_no_weights(amir_train) -> None:

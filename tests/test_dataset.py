@@ -243,6 +243,10 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str, words: str
         ),
         ([{"role": "user", "content": 3}], "message 0 is {'role': 'user', 'content': 3}; expected a role"),
         ([{"role": "user", "content": " \n"}], "its prompt is empty (' \\n'); correct or remove the row"),
+        (
+            [{"role": "user", "content": "q", "name": "me", "tool_calls": [{"id": 1}], "images": None}],
+            "message 0 has 'name', 'tool_calls' beside role and content; prompts are text only",
+        ),
         (CHAT[:3], "ends with a message of role 'assistant'; expected the user's last"),
     ],
 )

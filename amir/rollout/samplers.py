@@ -1,10 +1,11 @@
 """Creates the sampler of a run: `generate`, `paged`, or `server` in one of its dialects."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from ..config import PagedSampling, RunConfig, ServerSampling
-from ..errors import ConfigError, RequestRefused
+from ..errors import ConfigError, RequestRefused, RunStopped
 from ..policy.policy import Policy
 from .generate import Generate
 from .rollout import Sampler
@@ -19,6 +20,26 @@ def make_sampler(config: RunConfig, policy: Policy, folder: Path, log: Callable[
 
         return Paged(policy, config.sampler)
     return Generate(policy)
+
+
+def server_state(config: RunConfig, policy: Policy) -> list[str]:
+    """Whether the server of the settings answers now, as a line; ConfigError if the run would refuse it."""
+    if not isinstance(config.sampler, ServerSampling):
+        return []
+    from .http_client import Client
+
+    once = config.sampler.model_copy(update={"wait_seconds": 0.0})
+    try:
+        with contextlib.suppress(RequestRefused):
+            Client(once, _unheard).get("/v1/models")
+        make_sampler(config.model_copy(update={"sampler": once}), policy, Path(), _unheard)
+    except RunStopped as error:
+        return [f"warning: {error}"]
+    return [f"server: {once.url} answers"]
+
+
+def _unheard(text: str) -> None:
+    """For a server that is tried once, which has nothing to report in between."""
 
 
 def _server(

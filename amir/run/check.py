@@ -12,13 +12,18 @@ from ..errors import ConfigError, RewardError, RunStopped
 from ..policy.load import load_without_weights
 from ..policy.policy import Policy
 from ..rewards import Rewards
+from ..rollout.samplers import server_state
 from ..tasks import Example, Task
-from ..tasks.prompts import Prompt, encode_prompts, refuse_foreign_tokenizer, refuse_missing_prompts
+from ..tasks.prompts import Prompt, describe_prompts, encode_prompts, refuse_foreign_tokenizer, refuse_missing_prompts
 
 
 def refuse_without_weights(config: RunConfig, task: Task) -> None:
-    """ConfigError for a model that cannot be trained, or for a task that has no prompt within the run's bounds."""
-    for _ in _prompts(config, task, load_without_weights(config), lambda text: None, limit=1):
+    """ConfigError for a model that cannot be trained, or for prompts that the run would refuse.
+
+    One prompt within the run's bounds is enough, unless overlong prompts are refused, which every prompt may be.
+    """
+    limit = None if config.overlong_prompts == "refuse" else 1
+    for _ in _prompts(config, task, load_without_weights(config), lambda text: None, limit):
         pass
 
 
@@ -33,6 +38,7 @@ def findings(config: RunConfig, task: Task, rewards: Rewards) -> Iterator[str]:
         f"model: {type(base).__name__}, {policy.vocabulary_size} tokens, {base.num_parameters() / 1e6:,.1f} million "
         f"weights with the adapter's, {trained / 1e6:,.2f} million of them trained"
     )
+    yield from policy.notes
     notes: list[str] = []
     for name, prompts in _prompts(config, task, policy, notes.append):
         lengths = [len(prompt.ids) for prompt in prompts]
@@ -43,7 +49,9 @@ def findings(config: RunConfig, task: Task, rewards: Rewards) -> Iterator[str]:
         if name == "training":
             steps = math.ceil(len(prompts) / config.prompts_per_step)
             yield f"steps: {config.max_steps}; one pass over the training prompts takes {steps}"
+            notes += [*describe_prompts(prompts, policy.tokenizer, config), *rewards.notes]
     yield from notes
+    yield from server_state(config, policy)
     yield from _graded(task.train[0], policy, rewards)
 
 

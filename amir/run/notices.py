@@ -44,6 +44,11 @@ class Notices(logging.Handler):
         for line in self._texts:
             log(line)
 
+    def pass_rest_to(self, log: Callable[[str], None]) -> None:
+        """What was taken goes to `log` unless `pass_to` was called: a run that is refused shows its warnings too."""
+        if self._log is None:
+            self.pass_to(log)
+
 
 @contextlib.contextmanager
 def library_notices() -> Iterator[Notices]:

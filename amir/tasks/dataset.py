@@ -163,6 +163,11 @@ def _messages(place: str, row: dict[str, Any], column: str) -> tuple[dict[str, s
                 f"{place}: column {column!r}, message {number} is {message!r:.60}; expected a role "
                 f"({', '.join(ROLES)}) and a content that is text"
             )
+        if others := [key for key, value in message.items() if value and key not in ("role", "content")]:
+            raise ConfigError(
+                f"{place}: column {column!r}, message {number} has {', '.join(map(repr, others))} beside role and "
+                "content; prompts are text only, so write what the model should see into content, or remove it"
+            )
     if messages[-1]["role"] != "user":
         raise ConfigError(
             f"{place}: column {column!r} ends with a message of role {messages[-1]['role']!r}; expected the user's last"

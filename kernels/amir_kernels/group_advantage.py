@@ -37,6 +37,8 @@ def group_advantage(
         rewards: `[B]`, or `[B, F]` for several reward functions. A row with a NaN reward is not scorable: it gets 0
             and is left out of its group's statistics. With F functions, a NaN function is left out of the row's sum,
             and a row is not scorable where all of them are NaN. An infinite reward raises ValueError.
+            Rewards of prompts times completions, `[P, G]`, are passed as `rewards.flatten()`: two dimensions are
+            always completions times functions, also where their sizes agree.
         group: rows per group (equal, consecutive), or int64 `[B]` group ids in any order, groups of any sizes.
         baseline: "mean" of the group, "leave_one_out" (mean of the others, RLOO), or "none".
         scale: "std" (deviation of the own group, + eps), "batch" (deviation of all rewards, + eps), "bernoulli"
