@@ -326,4 +326,12 @@ TEXTS = [  # gold, the completion, whether it is right
     ("18", "So she makes 9 * 2 = $<<9*2=18>>18 a day.", True),
     ("\\$18.90", "The answer is $\\$18.90$.", True),
     ("5", "- 5", True),
+    ("8", "- 3\n- 8", True),
+    ("8", "*8*", True),
+    ("8", "x -> 8", True),
+    ("4", "Day 2: 4", True),
+    ("4", "The answer is: **4** (four)", True),
+    ("4", "Final Answer: The final answer is $4$. I hope it is correct.", True),
+    ("4, 5", "The answers are 4 and 5", True),
+    ("4", "The answers are 4 and 5", False),
 ]

@@ -17,12 +17,12 @@ _BLOCK = re.compile(r"</?answer>", re.IGNORECASE)
 _HASHES = re.compile(rf"^{_SPACE}{{0,9}}####{_SPACE}{{0,9}}([^\n]{{1,200}})$", re.MULTILINE)
 _THINK = re.compile(r"(</?think>)")
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")
-_BOLD = re.compile(r"(\*\*|__)(?=\S)([^*_\n]{1,200}?)(?<=\S)\1(?!\w)")
+_EMPHASIS = re.compile(r"(?<![\w*\\])(\*{1,3}|_{1,3})(?=[^\s*_])([^*_\n]{1,200}?)(?<=\S)\1(?![\w*])")
 _FILLERS = "now|simply|exactly|just|then|thus|therefore|hence|indeed|clearly|also|equal to"
 _SAID = re.compile(
-    rf"\b(?:answer|(?:correct|right) (?:option|choice))\b[\"']?(?:,? (?!not\b|cannot\b)\w{{1,20}}){{0,3}}?"
+    rf"\b(?:answers?|(?:correct|right) (?:option|choice))\b[\"']?(?:,? (?!not\b|cannot\b)\w{{1,20}}){{0,3}}?"
     r",?\s{0,3}(?:is|are|be|:|=)"
-    rf"(?:\s{{1,3}}(?:{_FILLERS}))?\s{{0,3}}[:}}]?\s{{0,3}}([^\n]{{1,200}})",
+    rf"(?:\s{{1,3}}(?:{_FILLERS}))?\s{{0,3}}[:}}]?\s{{0,3}}(?=([^\n]{{1,200}}))",
     re.IGNORECASE,
 )
 _CHOSEN = re.compile(r"\b(?:option|choice)\s{1,3}(\([A-J]\)|[A-J])(?!\w)", re.IGNORECASE)
@@ -39,7 +39,7 @@ _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+"
 _BRACES = r"\{[^{}]{1,60}\}"
 _LATEX = rf"\\[dtc]?frac{_BRACES}{_BRACES}|\\[dtc]?frac\d\d|\\sqrt{_BRACES}|√\d+"
 _ATOM = rf"{_MOMENT}|(?:[$€£¥]\s?)?(?:{_DIGITS})!?%?|{_LATEX}"
-_OPERATOR = r"\s?(?:\*\*|\^|[+*/×·÷:]|\\times|\\cdot|\\div)|\s[-−](?=\s)"
+_OPERATOR = r"[^\S\n]?(?:\*\*|\^|[+*/×·÷]|:(?!\s)|\\times|\\cdot|\\div)|[^\S\n](?:[-−](?=\s)|:)"
 _JOIN = rf"(?:{_OPERATOR})\s?[-−]?(?:{_BRACES}|\()?"
 _SCIENTIFIC = re.compile(r"\s?(?:[*×·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)")
 _UNFINISHED = re.compile(r"\S\s?(?:[+×·÷]|(?<!\*)\*(?!\*)|\\times|\\cdot|\\div|\s[-−])")
@@ -50,7 +50,7 @@ _TERM = re.compile(
     rf"(?P<unit>(?<=\d)\s?[a-zA-Z]{{1,4}}(?:/[a-zA-Z]{{1,4}})?\^\{{?-?\d\}}?)|(?P<number>{_ATOM})"
     r"|(?P<function>\\(?!boxed|(?:times|cdot|div)(?![a-z]))[a-zA-Z]{1,30}\s?|(?:sin|cos|tan|log|ln|exp|sqrt)\s?(?![a-z]))"
     r"|(?P<word>[^\W\d_]{2,}['’]?)"
-    r"|(?P<letter>[^\W\d_](?!['’])|[√∞])|(?P<comma>,\s?)|(?P<range>(?<=\d)[-−](?=\d))"
+    r"|(?P<letter>[^\W\d_](?!['’])|[√∞])|(?P<comma>,\s?)|(?P<range>(?<=\d)[-−](?=\d)|\s?[-=]>\s?)"
     r"|(?P<sign>\s?(?:\\(?:times|cdot|div)(?![a-z])|\*\*|(?<![<>])[<>](?![<>])=?|[≤≥≠+*/·×÷^_−-])\s?)|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<other>.)",
     re.DOTALL,
 )
@@ -58,6 +58,7 @@ _SCALE = re.compile(r"\s(?:hundred|thousand|million|billion|trillion)\b")
 _DIGIT = re.compile(r"[-−+]?[$€£¥]?\.?\d")
 _WINDOW = 300
 """Characters on each side of the last number in which its expression is looked for."""
+_REMARK = re.compile(r"^\s{1,3}\([^()]*\)$")
 _NUMBER_AHEAD = re.compile(r"[-−+]?\s?(?:[$€£¥]|\\\$)?\s?(?:\d|\.\d|\\[dtc]?frac|\\sqrt|\\boxed)")
 
 
@@ -67,7 +68,7 @@ def last_answer(text: str) -> str | None:
     A `\\boxed{` or `<answer>` that is never closed is an answer cut short: it holds none, nor does what follows it. A
     `<think>` that is never closed holds none but a marked one.
     """
-    text = _BOLD.sub(r"\2", _SPECIAL.sub("\n", text.replace("\u2212", "-")))
+    text = _EMPHASIS.sub(r"\2", _SPECIAL.sub("\n", text.replace("\u2212", "-")))
     text, thinking = _without_thinking(text)
     whole, text = _before_open_mark(text + thinking), _before_open_mark(text)
     marks = [mark for mark in (_last_box(whole), _last_block(whole), _last_hashes(whole)) if mark is not None]
@@ -177,7 +178,7 @@ def _last_stated(text: str) -> str | None:
         return maths[maths.lastindex or 0].strip()
     expression = _EXPRESSION.match(sentence)
     if expression and _NUMBER_AHEAD.match(sentence):
-        rest = sentence[expression.end() :].strip("}\"' ")
+        rest = _REMARK.sub("", sentence[expression.end() :]).strip("}\"' ")
         return sentence if 0 < len(rest.split()) <= 2 and not re.search(r"[=]", rest) else _trimmed(expression[0])
     return sentence if 0 < len(sentence.split()) <= 6 and not re.match(r"not\b", sentence, re.IGNORECASE) else None
 
