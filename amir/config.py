@@ -160,6 +160,12 @@ def _resolved_system_prompt(text: str) -> str:
     return text
 
 
+def _server_address(url: str) -> str:
+    if not re.match(r"https?://[^/\s]+", url):
+        raise ValueError("expected an address such as http://localhost:8000")
+    return url
+
+
 _JINJA = re.compile(r"\{\{|\{%")
 
 
@@ -337,7 +343,7 @@ class ServerSampling(Settings):
     """
 
     name: Literal["server"]
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    url: Annotated[str, AfterValidator(_server_address)]
     dialect: Literal["vllm", "transformers"] = "vllm"
     model: Text | None = None
     adapter_dir: PathText | None = None
@@ -476,7 +482,7 @@ class RunConfig(Settings):
 
 def _refusals(c: RunConfig) -> Iterator[str]:
     if c.loss_type not in LOSS_TYPES:
-        near = other_value("loss_type", c.loss_type) or nearest(c.loss_type, LOSS_TYPES)
+        near = other_value("loss_type", c.loss_type) or nearest(c.loss_type.lower(), LOSS_TYPES)
         yield f"loss_type = {c.loss_type!r}: expected one of {', '.join(LOSS_TYPES)}{near}"
     if c.top_p != 1.0 or c.top_k != 0:
         key, value = ("top_p", c.top_p) if c.top_p != 1.0 else ("top_k", c.top_k)

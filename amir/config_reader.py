@@ -203,9 +203,11 @@ def _explain(error: Any) -> Iterator[str]:
         near = other_value(plain, value)
         if error["type"] == "literal_error" and not near:
             near = nearest(str(value), re.findall(r"'(\w+)'", error["ctx"]["expected"]))
-        message = error["msg"].replace("Input should be", "expected").replace("Value error, ", "")
-        yield f"{key} = {value!r}: {message}{near}"
+        message = error["msg"].removeprefix("Value error, ").partition(" after validation")[0]
+        yield f"{key} = {value!r}: {_PYDANTIC_EXPECTS.sub('expected ', message)}{near}"
 
+
+_PYDANTIC_EXPECTS = re.compile(r"^(?:Input|List|String) should (?:be|have) ")
 
 _NO_SETTINGS = {"model_type", "model_attributes_type", "union_tag_not_found"}
 """Errors of a value that is not a mapping of settings, or has no `name`."""
