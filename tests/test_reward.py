@@ -130,7 +130,14 @@ def test_hostile_completions_are_searched_in_time_linear_in_their_length(piece: 
 
 def test_plain_numbers_need_no_worker() -> None:
     with Correctness() as grader:
-        assert grader(["8", "7.0", "-3", "none", "10 apples"], ["8", "7", "3", "1", "10"]) == [1, 1, 0, 0, 1]
+        assert grader(["8", "7.0", "-3", "none", "10 apples", "y"], ["8", "7", "3", "1", "10", "x"]) == [
+            1,
+            1,
+            0,
+            0,
+            1,
+            0,
+        ]
         assert grader._pool is None
 
 

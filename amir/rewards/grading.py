@@ -119,6 +119,8 @@ def _computed(text: str) -> str:
 def _compare_maths(answer: str, gold: str) -> Verdict:
     if _without_spaces(answer) == _without_spaces(gold):
         return Verdict.EQUAL
+    if len(answer) == len(gold) == 1 and (answer + gold).isalpha():
+        return Verdict.DIFFERENT
     for judge in (same_moment, same_based_number):
         verdict = judge(answer, gold)
         if verdict is not None:
