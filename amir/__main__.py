@@ -80,14 +80,15 @@ def train(
     ] = 1,
 ) -> None:
     """Trains a run. Every setting is validated before anything is loaded."""
+    config = load_config(run, set_) if _FIRST_RANK else None
     if processes > 1 and not (dry_run or check):
         raise typer.Exit(_run_in_processes(processes, run, set_ or [], resume, resume_if_present))
-    config = load_config(run, set_) if _FIRST_RANK else None
     if dry_run and config:
         typer.echo(_dry_run(config), nl=False)
     if dry_run:
         return
-    _interrupt_on_signals()
+    if _FIRST_RANK:  # torchrun ends the others, which may be waiting for this one in code that Python cannot interrupt
+        _interrupt_on_signals()
     if check:
         if config:
             _check(run, config, resume=resume, if_present=resume_if_present)

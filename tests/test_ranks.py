@@ -272,6 +272,7 @@ def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
     assert [line for line in done.stderr.splitlines() if re.search(pattern, line)], done.stderr
     assert done.stderr.count("amir: ") == 1, done.stderr
     assert "[rank" not in done.stderr, done.stderr
+    assert "Unable to shutdown" not in done.stderr, done.stderr  # by SIGTERM, so that torchrun waited for 30 seconds
     if code == STOPPED:
         assert (tmp_path / "bad" / "log.txt").read_text().count(words.split("...")[0]) == 1
     if "save_steps" in changes:
