@@ -3,10 +3,13 @@
 A GPU is stood in for by what the code asks of it: guards, capabilities and flags are recorded or replaced.
 """
 
+import ast
 import contextlib
+import importlib
 import itertools
 import logging
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +21,17 @@ from amir_kernels import (
     linear_logprob,
     linear_logprob_entropy,
     linear_policy_loss,
+    pair_logits,
     pass_at_k_advantage,
     preference_loss,
     reference,
 )
+from amir_kernels.linear_logprob import op as op_module
 from amir_kernels.linear_logprob.head import Head, exact_products
 from amir_kernels.linear_logprob.op import linear_logprob_op
-from amir_kernels.linear_logprob.triton_tiles import TABLE, family, select_config
-from head_cases import run, tensors, upstream
+from amir_kernels.linear_logprob.triton_tiles import TABLE, device_architecture, family, select_config
+from amir_kernels.linear_logprob.vocabulary_shard import VocabularyShard
+from head_cases import Products, precisions, run, tensors, upstream
 
 # ---- the device of a launch ----------------------------------------------------------------------------------------
 
@@ -45,17 +51,28 @@ class Guards:
             self.current = before
 
 
+def launching_modules():
+    """Those of the package with a call of the form `kernel[grid](...)`, whatever they are called."""
+    import amir_kernels
+
+    folder = Path(amir_kernels.__file__).parent
+    for path in folder.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        if any(isinstance(call.func, ast.Subscript) for call in calls):
+            yield importlib.import_module(".".join(path.relative_to(folder.parent).with_suffix("").parts))
+
+
 def test_every_launch_of_the_package_stands_under_a_device_guard(monkeypatch):
     """The launches are recorded instead of run, with the device that is the current one.
 
     The head's kernels get 16-bit operands whatever the vendor's products take, and no sums that the compiler fuses.
     """
     pytest.importorskip("triton")
-    from amir_kernels import _group_kernels
-    from amir_kernels.linear_logprob import triton_backend, triton_forward_gradients
+    from amir_kernels.linear_logprob import triton_forward_gradients
 
     guards, launched, head = Guards(), {}, []
-    modules = (triton_backend, _group_kernels)
+    modules = [module for module in launching_modules() if any(name.endswith("_kernel") for name in vars(module))]
+    assert len(modules) >= 2
     for module in modules:
         monkeypatch.setattr(module, "device_guard", guards)
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -117,6 +134,14 @@ def test_auto_takes_torch_below_ampere_and_says_so_once(turing, caplog):
         assert not backend.use_triton("torch", turing)
     (record,) = caplog.records
     assert "Tesla T4 has compute capability 7.5" in record.message
+
+
+def test_each_card_of_a_machine_has_its_own_capability(turing, monkeypatch):
+    cards = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (10, 3)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: cards[device])
+    newer = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=torch.device("cuda:1"))
+    assert [backend.use_triton("auto", tensor) for tensor in (turing, newer)] == [False, True]
+    assert [device_architecture(device) for device in cards] == ["sm_75", "sm_103"]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 1)])
@@ -187,6 +212,8 @@ def test_every_op_that_waits_for_the_gpu_asks_for_a_capture(monkeypatch):
         "linear_logprob ": lambda: linear_policy_loss(hidden, weight, target, None, **rows),
         "group_advantage": lambda: group_advantage(rewards, 2),
         "pass_at_k_advantage": lambda: pass_at_k_advantage(rewards, 2, 1),
+        "pair_logits": lambda: pair_logits(rewards, rewards, 2),
+        "linear_logprob with a process_group": lambda: VocabularyShard.of("a group", weight),
         "preference_loss with group ids": lambda: preference_loss(rewards, rewards, ids),
         "preference_loss with max_pairs_per_group": lambda: preference_loss(rewards, rewards, 2, max_pairs_per_group=1),
     }
@@ -194,6 +221,11 @@ def test_every_op_that_waits_for_the_gpu_asks_for_a_capture(monkeypatch):
         with pytest.raises(RuntimeError, match=f"^{op.strip()}$"):
             call()
     preference_loss(rewards, rewards, 2)  # it does not wait
+    monkeypatch.undo()
+    logprob = linear_logprob(hidden, weight, target)
+    monkeypatch.setattr(op_module, "refuse_capture", refuse)
+    with pytest.raises(RuntimeError, match=r"^The backward of linear_logprob$"):
+        logprob.sum().backward()
 
 
 @pytest.mark.parametrize("options", [{"backend": "inductor"}, {"backend": "inductor", "mode": "reduce-overhead"}])
@@ -261,6 +293,55 @@ def test_the_ops_neutralize_every_flag_and_put_it_back(flags, accumulation, redu
         assert inside["fp32_precision"] == "ieee"
     assert flags_now() == before
     assert torch.backends.mkldnn.matmul.fp32_precision == other
+
+
+HEAD_OPS = {
+    "linear_logprob": lambda hidden, weight, **options: linear_logprob(hidden, weight, torch.arange(4), **options),
+    "linear_logprob_entropy": lambda hidden, weight, **options: (
+        linear_logprob_entropy(hidden, weight, torch.arange(4), **options).entropy
+    ),
+    "linear_policy_loss": lambda hidden, weight, **options: (
+        linear_policy_loss(
+            hidden, weight, torch.arange(4), None, torch.ones(1), cu_seqlens=torch.tensor([0, 4]), **options
+        ).loss
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("op", HEAD_OPS)
+def test_every_product_of_every_op_is_exact(flags, monkeypatch, op, trained, backend):
+    """Forward and backward; what the user has set stands before and after them."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    products = Products(monkeypatch, 1)
+    torch.set_float32_matmul_precision("medium")
+    before = precisions()
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=trained)
+    HEAD_OPS[op](hidden, weight, backend=backend).sum().backward()
+    assert precisions() == before
+    assert products.seen
+    assert set(products.seen) == {("ieee", "ieee")}
+
+
+@pytest.mark.parametrize("later", ["ieee", "tf32"])
+@pytest.mark.parametrize("outer", ["fp32_precision", "cudnn.fp32_precision"])
+def test_what_a_backend_inherits_is_not_made_its_own(flags, outer, later):
+    """A setting for all backends, or for all of CUDA, still reaches the products when it is changed after an op."""
+    *path, name = outer.split(".")
+    owner = getattr(torch.backends, path[0]) if path else torch.backends
+    flags.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+    try:
+        setattr(owner, name, {"ieee": "tf32", "tf32": "ieee"}[later])
+        with exact_products(torch.device("cpu")):
+            assert flags.fp32_precision == "ieee"
+        setattr(owner, name, later)
+        assert flags.fp32_precision == later
+    finally:
+        setattr(owner, name, "none")
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        flags.fp32_precision = "ieee"
 
 
 def test_they_are_put_back_after_an_error_and_by_the_last_of_several_threads(flags):

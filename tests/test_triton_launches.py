@@ -122,18 +122,21 @@ def inspected(launch, nvidia):
     return key_of(arguments, launch.resources)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("architecture", "target"), [("sm_90", NVIDIA), ("gfx942", AMD)])
-def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, target):
-    """Plain and with every option, float32: types, constants, hints and resources."""
+def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, target, dtype):
+    """Plain and with every option, by pointers and by descriptors: types, constants, hints and resources."""
     launches = Launches(monkeypatch, target)
     monkeypatch.setattr(triton_backend, "device_architecture", lambda device: architecture)
     monkeypatch.setattr(triton_backend, "_device_size", lambda device: (132, 50 * 10**6))
+    monkeypatch.setattr(triton_forward_gradients, "MIN_HIDDEN", 0)
     tokens, vocabulary, rank = 256, 2000, inspected_launches.RANK
-    hidden, weight = torch.randn(tokens, H, requires_grad=True), torch.randn(vocabulary, H)
+    hidden = torch.randn(tokens, H).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, H).to(dtype)
     target = torch.randint(0, vocabulary, (tokens,))
     linear_logprob(hidden, weight, target, backend="triton").sum().backward()
-    lora = (torch.randn(rank, H), torch.randn(vocabulary, rank), 1.0)
-    options = {"bias": torch.zeros(vocabulary), "softcap": 30.0, "lora": lora, "backend": "triton"}
+    lora = (torch.randn(rank, H).to(dtype), torch.randn(vocabulary, rank).to(dtype), 1.0)
+    options = {"bias": torch.zeros(vocabulary, dtype=dtype), "softcap": 30.0, "lora": lora, "backend": "triton"}
     linear_logprob_entropy(hidden, weight, target, **options).entropy.sum().backward()
     rows = {"advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, tokens]), "objective": "reinforce"}
     linear_policy_loss(hidden, weight, target, None, **rows, **options)
@@ -146,7 +149,7 @@ def test_inspect_compiles_what_the_launcher_would(monkeypatch, architecture, tar
 
     known = defaultdict(set)
     for launch in (
-        *inspected_launches.head_launches(architecture, torch.float32, H, vocabulary),
+        *inspected_launches.head_launches(architecture, dtype, H, vocabulary),
         *inspected_launches.group_launches(),
     ):
         known[launch.kernel.kernel_name].add(inspected(launch, architecture == "sm_90"))

@@ -78,8 +78,8 @@ def refuse_capture(op: str, tensor: Tensor) -> None:
     if tensor.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op} is called while a CUDA graph is captured, but it waits for values from the GPU (the targets that "
-            "count, the sizes of groups), so a graph cannot hold it; capture the model without it. torch.compile "
-            "leaves it out of its graphs by itself"
+            "count, the sizes of groups, the pairs), so a graph cannot hold it; capture the model without it. "
+            "torch.compile leaves it out of its graphs by itself"
         )
 
 

@@ -217,6 +217,7 @@ def pair_logits(
     """
     rule = PairRule(beta_dpo, reward_margin, pair_mining, max_pairs_per_group)
     scores, rewards = _checked_rows(scores, rewards, group, valid)
+    refuse_capture("pair_logits", scores)
     where = segments(group, scores.shape[0], scores.device)
     ordered = where.sort(rewards)
     chosen, rejected = [where.start.new_empty(0)], [where.start.new_empty(0)]

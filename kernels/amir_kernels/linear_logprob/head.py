@@ -123,6 +123,9 @@ def _strict_products() -> Iterator[None]:
 def _float32_products() -> Iterator[None]:
     backends: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
+    if all(own == "ieee" for own in before):
+        yield
+        return
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set per backend, which the older interface refuses to read
@@ -137,7 +140,8 @@ def _float32_products() -> Iterator[None]:
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
         for backend, own in zip(backends, before, strict=True):
-            if backend.fp32_precision != own:  # allow_tf32 sets one of the two, the older interface both
+            backend.fp32_precision = "none"  # inherited from torch.backends.fp32_precision where that gives the same
+            if backend.fp32_precision != own:
                 backend.fp32_precision = own
 
 

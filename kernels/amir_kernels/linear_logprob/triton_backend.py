@@ -75,11 +75,11 @@ def _row_temperature(block: RowBlock) -> Tensor:
 def _head_arguments(head: Head, block: RowBlock, config: Config) -> tuple[Any, ...]:
     """hidden, weight, bias, low_rank, lora_b, target, temperature; some other tensor stands in for an absent one."""
     temperature = _row_temperature(block)
-    bias = block.hidden if head.bias is None else head.bias.contiguous()
-    low_rank, lora_b = (temperature, temperature)
+    hidden, weight = block.hidden.to(head.compute), head.weight
+    bias = hidden if head.bias is None else head.bias.contiguous()
+    low_rank, lora_b = temperature, hidden
     if head.lora is not None:
         low_rank, lora_b = block.low_rank, head.lora.b.contiguous()
-    hidden, weight = block.hidden.to(head.compute), head.weight
     if config.descriptors:
         hidden = TensorDescriptor.from_tensor(hidden, [config.rows, config.depth])
         weight = TensorDescriptor.from_tensor(weight, [config.columns, config.depth])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._backend import refuse_capture
 from .rows import RowStats
 
 
@@ -29,6 +30,7 @@ class VocabularyShard(NamedTuple):
         rows = weight.shape[0]
         if not group_name:
             return cls(None, 0, rows, rows)
+        refuse_capture("linear_logprob with a process_group", weight)
         from torch.distributed.distributed_c10d import _resolve_process_group
 
         group = _resolve_process_group(group_name)  # type: ignore[arg-type]
