@@ -31,7 +31,7 @@ from amir.config_reader import config_yaml
 from ranked_run import ParityGrader
 from tiny import model, run_config, tokenizer
 
-STEPS = 12
+STEPS = 8
 
 
 def main() -> None:

@@ -1,11 +1,7 @@
 """Group advantages: the peers' numbers, group layouts, degenerate groups, both backends."""
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 from math import comb
 from pathlib import Path
@@ -435,73 +431,3 @@ def test_pass_at_k_degenerate_groups(backend):
 def test_pass_at_k_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         pass_at_k_advantage(*arguments)
-
-
-# ---- the real compiler ---------------------------------------------------------------------------------------------
-
-COMPILE = """
-import json, os, re, subprocess, sys, tempfile
-import triton
-import triton.backends.nvidia as backend
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from amir_kernels import _group_kernels as kernels
-
-arch = sys.argv[1]
-nvidia = arch.startswith("sm_")
-target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64 if arch < "gfx10" else 32)
-
-def spills_by_ptxas(ptx):
-    newer = int(arch[3:]) >= 100
-    ptxas = os.path.join(os.path.dirname(backend.__file__), "bin", "ptxas-blackwell" if newer else "ptxas")
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ptx")
-        open(path, "w").write(ptx)
-        gpu = arch + "a" * (int(arch[3:]) >= 90)
-        command = [ptxas, "-v", "--gpu-name", gpu, path, "-o", os.path.join(folder, "kernel.cubin")]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return int(re.search(r"Used (\\d+) registers", log)[1]), int(re.search(r"(\\d+) bytes spill stores", log)[1])
-
-def registers_and_spills(kernel, pointers, constants):
-    signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    code = triton.compile(source, target=target, options=kernels.RESOURCES if nvidia else {}).asm
-    if nvidia:
-        return spills_by_ptxas(code["ptx"])
-    counts = {n: int(c) for n, c in re.findall(r"\\.(vgpr_count|[sv]gpr_spill_count):\\s+(\\d+)", code["amdgcn"])}
-    return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
-
-advantage = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
-sums = {"scores": "*fp32", "rewards": "*fp64", "losses": "*fp32", "grads": "*fp32", "logits": "*fp32", "rows": "i32",
-        "beta": "fp32", "max_pairs": "i32"}
-sums |= dict.fromkeys(("starts", "ends", "cap_bits", "cap_ranks", "chosen", "rejected", "correct"), "*i64")
-found = {}
-for block in (8, kernels.MAX_GROUP_BLOCK):
-    constants = {"EPS": 1e-4, "BASELINE": "leave_one_out", "SCALE": "std", "UNBIASED": True,
-                 "ROUNDING": 4 * 2.0**-23, "BLOCK": block}
-    found[f"group_advantage {block}"] = registers_and_spills(kernels._group_advantage_kernel, advantage, constants)
-for topk in (False, True):
-    constants = {"MARGIN": 0.5, "ROUNDING": 4 * 2.0**-23, "TOPK": topk,
-                 "ROWS": kernels.ROW_BLOCK, "COLUMNS": kernels.COLUMN_BLOCK}
-    found[f"cap topk={topk}"] = registers_and_spills(kernels._pair_cap_kernel, sums, constants)
-    for capped in (False, True):
-        name = f"pairs topk={topk} capped={capped}"
-        found[name] = registers_and_spills(kernels._pair_row_sums_kernel, sums, constants | {"CAPPED": capped})
-block = {"BLOCK": kernels.MAX_GROUP_BLOCK}
-found["pass_at_k"] = registers_and_spills(kernels._pass_at_k_kernel, advantage | {"k": "i32"}, block)
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942", "gfx1100"])
-def test_kernels_compile_without_spills(target):
-    pytest.importorskip("triton.backends.nvidia")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", COMPILE, target]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for name, (registers, spills) in json.loads(done.stdout).items():
-        assert spills == 0, name
-        assert 0 < registers <= (255 if target.startswith("sm_") else 512), name

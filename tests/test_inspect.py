@@ -23,7 +23,7 @@ PLAN = [
     ("sm_90", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain, transposed head", "all options, transposed head"]),
     ("sm_100", "bf16", ["stats_kernel"], ["plain, transposed head", "all options, transposed head"]),
     *((arch, "fp32", ["stats_kernel"], ["plain", "all options"]) for arch in NVIDIA),
-    *((arch, "bf16", ["merge_kernel", "_group", "_pass_at_k", "_pair"], None) for arch in ("sm_90", "sm_120")),
+    *((arch, "bf16", ["merge_kernel", "_group", "_pass_at_k", "_pair"], None) for arch in (*NVIDIA, *AMD)),
     ("gfx942", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),
     ("gfx1100", "bf16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),
     ("sm_90", "fp16", ["stats_kernel", "dlogits_kernel"], ["plain", "all options"]),

@@ -254,20 +254,14 @@ ENDS = {
     ),
 }
 
-UNDER_TORCHRUN = {"a misspelt key", "a reward that fails on one rank"}
-
 
 @pytest.mark.parametrize("way", ENDS)
 def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
-    """By the first rank, without a traceback of ours; what torchrun adds is its own."""
+    """By the first rank, without a traceback."""
     code, options, changes, words = ENDS[way]
     (tmp_path / "mine.py").write_text(ONE_RANK_FAILS)
-    done = (ended if way in UNDER_TORCHRUN else forked)(tmp_path, "bad", 2, *options, **changes)
-    if way in UNDER_TORCHRUN:
-        assert done.returncode != 0
-        assert f"failed (exitcode: {code})" in done.stderr, done.stderr
-    else:
-        assert done.returncode == code
+    done = forked(tmp_path, "bad", 2, *options, **changes)
+    assert done.returncode == code
     pattern = "amir: .*" + ".*".join(map(re.escape, words.split("...")))
     assert [line for line in done.stderr.splitlines() if re.search(pattern, line)], done.stderr
     assert done.stderr.count("amir: ") == 1, done.stderr
@@ -279,18 +273,23 @@ def test_what_is_wrong_is_said_once(tmp_path, way: str) -> None:
         assert (tmp_path / "bad" / "checkpoints" / "step-1" / "state.json").exists()
 
 
+def refused(folder: Path, *launch: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """`amir train` of a file with a misspelt key."""
+    command = [sys.executable, *launch, "-m", "amir", "train", prepared(folder, "bad", "learning_rat: 1\n"), *options]
+    return subprocess.run(command, env=script()[1], capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_ranks_of_torchrun_end_with_one_message_and_the_exit_code(tmp_path) -> None:
+    """What torchrun adds is its own."""
+    done = refused(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert f"failed (exitcode: {REFUSED})" in done.stderr, done.stderr
+    assert done.stderr.count("amir: ") == done.stderr.count("unknown key 'learning_rat'") == 1, done.stderr
+
+
 def test_a_run_in_processes_ends_with_its_own_word_alone(tmp_path) -> None:
     """Unlike torchrun, which adds a traceback."""
-    command = [
-        sys.executable,
-        "-m",
-        "amir",
-        "train",
-        prepared(tmp_path, "bad", "learning_rat: 1\n"),
-        "--processes",
-        "2",
-    ]
-    done = subprocess.run(command, env=script()[1], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = refused(tmp_path, options=("--processes", "2"))
     assert done.returncode == REFUSED
     assert re.fullmatch(r"amir: .*unknown key 'learning_rat'.*\n", done.stderr), done.stderr
 

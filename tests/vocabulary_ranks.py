@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from amir_kernels import linear_logprob, linear_logprob_entropy, linear_policy_loss
 
@@ -95,10 +98,6 @@ class Model(torch.nn.Module):
 
 def compare_fsdp2() -> None:
     """Inside the sharded module's forward the weights are whole; outside, sharded or replicated, they are refused."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(1)
     plain, (tensors, target) = Model(), inputs(torch.float32)
@@ -138,4 +137,5 @@ def main(rank: int, world: int, meeting: str) -> None:
 if __name__ == "__main__":
     ranks = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(main, (ranks, f"{folder}/meeting"), nprocs=ranks)
+        # Forks have loaded everything already, which takes longer than what they do.
+        mp.start_processes(main, (ranks, f"{folder}/meeting"), nprocs=ranks, start_method="fork")

@@ -203,22 +203,20 @@ PANELS = (
 
 def draw_curves(run: Path) -> Path:
     """Plots metrics.jsonl and evaluations.jsonl as curves.png; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows, evaluations = _rows(run / "metrics.jsonl"), _rows(run / "evaluations.jsonl")
     names = [name for name in PANELS if any(row.get(name) is not None for row in rows)]
     lines = math.ceil(len(names) / 4)
-    figure, axes = pyplot.subplots(lines, 4, figsize=(16, 3.2 * lines), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(16, 3.2 * lines))
+    margins = {"left": 0.04, "right": 0.99, "bottom": 0.16 / lines, "top": 1 - 0.24 / lines}
+    axes = figure.subplots(lines, 4, squeeze=False, gridspec_kw=margins | {"wspace": 0.16, "hspace": 0.42})
     for axis, name in zip(axes.flat, names, strict=False):
         _draw_panel(axis, name, rows, evaluations)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     figure.suptitle(run.name, parse_math=False)
-    figure.savefig(run / "curves.png", dpi=110)
-    pyplot.close(figure)
+    figure.savefig(run / "curves.png", dpi=80)
     return run / "curves.png"
 
 
