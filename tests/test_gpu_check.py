@@ -274,13 +274,15 @@ def test_only_wheels_for_this_python_are_unpacked(check, tmp_path):
             archive.writestr(f"{name.partition('-')[0]}/__init__.py", "")
             archive.writestr(f"{name.partition('-')[0]}-1.0.data/purelib/inner.py", "")
             archive.writestr(f"{name.partition('-')[0]}-1.0.data/scripts/tool", "")
+    (tmp_path / "torn-1.0-py3-none-any.whl").write_bytes(b"PK\x03\x04 and no end")
     folder = tmp_path / "made"
     folder.mkdir()
     paths, left_out = check.carried.import_path(ROOT, tmp_path, folder)
     assert [path.name for path in paths] == ["packages", "unpacked"]
     assert sorted(path.name for path in paths[0].iterdir()) == ["amir", "amir_kernels"]
     assert sorted(path.name for path in paths[1].iterdir()) == ["good", "inner.py"]
-    assert list(left_out) == ["other-1.0-cp27-cp27mu-manylinux1_x86_64.whl"]
+    assert list(left_out) == ["other-1.0-cp27-cp27mu-manylinux1_x86_64.whl", "torn-1.0-py3-none-any.whl"]
+    assert "damaged" in left_out["torn-1.0-py3-none-any.whl"]
     assert check.carried.suits(f"x-1-{tag}-{tag}-any.whl") or tag
 
 

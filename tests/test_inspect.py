@@ -203,6 +203,14 @@ def test_what_is_not_there_is_no_success(option, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("architecture", ["sm_87", "gfx90a", "sm90"])
+def test_an_architecture_without_a_card_is_refused_by_name(architecture):
+    from amir_kernels.inspect.launches import DTYPES, head_launches
+
+    with pytest.raises(ValueError, match=rf"^architecture must be of the family of one of .*'{architecture}'$"):
+        list(head_launches(architecture, DTYPES["bf16"], 512, 2000))
+
+
 def test_interpreted_kernels_cannot_be_inspected():
     command = [sys.executable, "-m", "amir_kernels.inspect"]
     done = subprocess.run(

@@ -274,6 +274,12 @@ def test_vmap_over_advantages_is_refused(function, x):
         torch.func.vmap(lambda x: total(function(x)))(torch.stack([x, x + 1]))
 
 
+def test_vmap_over_the_rewards_of_listed_pairs_is_refused():
+    """How many pairs there are depends on them."""
+    with pytest.raises(NotImplementedError, match=r"^pair_logits is called inside torch.vmap, .*; pass all rows"):
+        torch.func.vmap(lambda r: pair_logits(OLD[0, :4], r, 2).logit)(torch.stack([REWARDS, REWARDS]))
+
+
 @pytest.mark.parametrize("op", ["linear_logprob", "preference_loss"])
 def test_the_references_take_the_transforms_that_the_ops_refuse(op):
     function, x = (HEAD | PAIRS)[op]

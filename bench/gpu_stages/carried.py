@@ -16,7 +16,9 @@ def import_path(root: Path, wheels: Path, folder: Path) -> tuple[list[Path], dic
         (packages / source.name).symlink_to(source)
     unpacked, left_out = folder / "unpacked", {}
     for path in sorted(wheels.glob("*.whl")):
-        if suits(path.name):
+        if not zipfile.is_zipfile(path):
+            left_out[path.name] = "it is damaged: it is not a zip archive; gather the wheels again"
+        elif suits(path.name):
             unpack(path, unpacked)
         else:
             left_out[path.name] = f"it is not for Python {sys.version_info.major}.{sys.version_info.minor} here"

@@ -28,6 +28,7 @@ from ._checks import (
     check_positive,
     check_shape,
     check_transforms,
+    check_vmap,
     step_divisor,
 )
 from ._double_backward import refuse_double_backward
@@ -217,6 +218,7 @@ def pair_logits(
     """
     rule = PairRule(beta_dpo, reward_margin, pair_mining, max_pairs_per_group)
     scores, rewards = _checked_rows(scores, rewards, group, valid)
+    check_vmap("pair_logits", (rewards,))
     refuse_capture("pair_logits", scores)
     where = segments(group, scores.shape[0], scores.device)
     ordered = where.sort(rewards)

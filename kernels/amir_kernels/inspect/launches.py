@@ -86,7 +86,11 @@ def head_launches(architecture: str, dtype: torch.dtype, hidden_size: int, vocab
     """The kernels of the head, plain and with every option, read in place and transposed, with kept logits or not."""
     from ..linear_logprob import triton_backend as kernels
 
-    cache_bytes = max([card.cache_mb for card in CARDS.values() if card.architecture == family(architecture)]) * 10**6
+    caches = [card.cache_mb for card in CARDS.values() if card.architecture == family(architecture)]
+    if not caches:
+        known = ", ".join(sorted({card.architecture for card in CARDS.values()}))
+        raise ValueError(f"architecture must be of the family of one of {known}, got {architecture!r}")
+    cache_bytes = max(caches) * 10**6
     for transposed in (False, True):
         for everything in (False, True):
             head = _head(dtype, hidden_size, vocabulary, transposed, everything)
