@@ -187,18 +187,27 @@ def test_a_row_of_the_check_can_be_kept(check, monkeypatch, tmp_path):
 
 
 def test_a_prediction_takes_the_larger_of_operations_and_bytes(check):
-    rates = check.rates.Rates(products=100.0, bandwidth=10.0, multiprocessors=4)
+    rates = check.rates.Rates(products=100.0, bandwidth=10.0, multiprocessors=4, launch_seconds=0.01)
     assert check.rates.predict(rates, flops=200, moved=10)["seconds"] == 2
     assert check.rates.predict(rates, flops=200, moved=50)["seconds"] == 5
 
 
 def test_a_part_of_a_wave_takes_as_long_as_a_whole_one(check):
-    rates = check.rates.Rates(products=100.0, bandwidth=10.0, multiprocessors=4)
+    rates = check.rates.Rates(products=100.0, bandwidth=10.0, multiprocessors=4, launch_seconds=0.01)
     whole = check.rates.predict(rates, flops=100, programs=8)
     ragged = check.rates.predict(rates, flops=100, programs=5)
     assert (whole["waves"], whole["seconds"]) == (2, 1)
     assert ragged["seconds"] == pytest.approx(1 / (1.25 / 2))
     assert check.rates.predict(rates, flops=100, programs=5, at_once=2)["seconds"] == pytest.approx(1 / 0.625)
+
+
+def test_launches_take_the_hosts_time_however_little_they_move(check):
+    rates = check.rates.Rates(products=100.0, bandwidth=10.0, multiprocessors=4, launch_seconds=0.01)
+    values = torch.zeros(2)
+    launches = check.rates.count_launches(lambda: values.view(2, 1).add_(1).mul_(2))
+    assert launches == 2
+    assert check.rates.predict(rates, moved=0.1, launches=launches)["seconds"] == pytest.approx(0.02)
+    assert check.rates.predict(rates, moved=50, launches=launches)["seconds"] == 5
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------

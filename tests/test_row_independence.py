@@ -144,3 +144,13 @@ def test_looking_leaves_the_random_state_alone() -> None:
     state = torch.get_rng_state()
     assert not depends_on_company(body, 20)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("value", "norm"), [(0.0, "0.0"), (float("nan"), "nan")])
+def test_weights_that_compute_nothing_are_named(value: float, norm: str) -> None:
+    """All rows are alike then, so the probe of rows cannot tell."""
+    model = model_of(CONFIGS["llama"])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(value)
+    with pytest.raises(ConfigError, match=rf"have the norm {norm}; expected finite states that are not all zero; its"):
+        depends_on_company(model.model, 8)

@@ -5,6 +5,7 @@ Log-probs would then depend on how completions are divided into micro-batches, a
 where a completion grows past the length at which the frequencies change.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -68,8 +69,13 @@ def depends_on_company(body: Any, length: int) -> bool:
     far = near.clone()
     far[1:] += length - width
     short, beside_long = (_first_row(body, *call) for call in ((ids[0], near), (ids[1], far)))
-    difference = float((beside_long - short).float().norm() / short.float().norm())
-    return not difference <= _tolerance(body, short.dtype)
+    size = float(short.float().norm())
+    if not 0 < size < math.inf:
+        raise ConfigError(
+            f"the hidden states that the model computes for {width} tokens have the norm {size}; expected finite "
+            "states that are not all zero; its weights are damaged or were never set, so save or download them again"
+        )
+    return not float((beside_long - short).float().norm()) <= _tolerance(body, short.dtype) * size
 
 
 def _first_row(body: Any, ids: Tensor, positions: Tensor) -> Tensor:

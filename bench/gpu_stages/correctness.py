@@ -18,7 +18,7 @@ from amir_kernels import (
 )
 
 from .judging import Results, compare, judge, same_bits
-from .rates import event_seconds, predict, rates_of
+from .rates import count_launches, event_seconds, predict, rates_of
 from .sizes import Sizes
 from .stage import Part, Row, make_row
 
@@ -239,7 +239,8 @@ def groups(sizes: Sizes) -> Iterator[Row]:
             yield compare(name, f"{case}: error", measured.cpu(), truth, to="float64", at_most=GROUP_ERROR)
             seconds = event_seconds(partial(work, *on_device), sizes.device, sizes.repeats)
             workload = {"check": "groups", "rows": rows, "group_size": size}
-            expected = predict(rates_of(sizes), moved=rows * GROUP_BYTES)
+            launches = count_launches(partial(work, *on_device))
+            expected = predict(rates_of(sizes), moved=rows * GROUP_BYTES, launches=launches)
             yield make_row(name, case, workload, seconds=seconds, expected=expected)
 
 

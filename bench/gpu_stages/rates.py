@@ -1,20 +1,23 @@
 """Times pieces of work, measures the card's own rates, and predicts from them what a kernel takes.
 
-A prediction is the larger of two times: operations at the rate of a bare product of the same dtype, divided by the
-share of the multiprocessors that whole waves of programs use, and bytes at the rate of a copy.
+A prediction is the largest of three times: operations at the rate of a bare product of the same dtype, divided by the
+share of the multiprocessors that whole waves of programs use, bytes at the rate of a copy, and where they are counted
+the host's time for as many launches.
 """
 
 import math
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sizes import Sizes
 
 WARM_UP = 2
+LAUNCHES = 500
 
 
 class Rates(NamedTuple):
@@ -25,6 +28,8 @@ class Rates(NamedTuple):
     bandwidth: float
     """bytes a second of a copy, read and written"""
     multiprocessors: int
+    launch_seconds: float
+    """time of the host for one operation on a single element"""
 
 
 def event_seconds(work: Callable[[], object], device: str, repeats: int, warm_up: int = WARM_UP) -> list[float]:
@@ -70,11 +75,44 @@ def rates_of(sizes: Sizes) -> Rates:
     target = torch.empty_like(source)
     copy = min(event_seconds(lambda: target.copy_(source), sizes.device, sizes.repeats))
     processors = torch.cuda.get_device_properties(0).multi_processor_count if sizes.device == "cuda" else 1
-    return Rates(2 * n**3 / product, 2 * sizes.copied_bytes / copy, processors)
+    return Rates(2 * n**3 / product, 2 * sizes.copied_bytes / copy, processors, _launch_seconds(sizes.device))
+
+
+def _launch_seconds(device: str) -> float:
+    element = torch.zeros(1, device=device)
+
+    def launch_many() -> None:
+        for _ in range(LAUNCHES):
+            element.add_(1)
+
+    return min(event_seconds(launch_many, device, 3)) / LAUNCHES
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts operations that compute: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(work: Callable[[], object]) -> int:
+    """Operations of torch in one call, each taken for one launch; a custom op counts once."""
+    with _OperationCounter() as counter:
+        work()
+    return counter.count
 
 
 def predict(
-    rates: Rates, *, flops: float = 0, moved: float = 0, programs: int | None = None, at_once: int = 1
+    rates: Rates,
+    *,
+    flops: float = 0,
+    moved: float = 0,
+    programs: int | None = None,
+    at_once: int = 1,
+    launches: int | None = None,
 ) -> dict[str, float]:
     """The `expected` of a row. `moved` bytes; `programs` of a grid, `at_once` on a multiprocessor."""
     expected: dict[str, float] = {"flops": flops, "bytes": moved}
@@ -83,5 +121,9 @@ def predict(
         waves = programs / (rates.multiprocessors * at_once)
         expected["waves"] = waves
         used = waves / math.ceil(waves)
-    expected["seconds"] = max(flops / rates.products / used, moved / rates.bandwidth)
+    times = [flops / rates.products / used, moved / rates.bandwidth]
+    if launches is not None:
+        expected["launches"] = launches
+        times.append(launches * rates.launch_seconds)
+    expected["seconds"] = max(times)
     return expected
