@@ -157,6 +157,44 @@ def doctor() -> None:
         typer.echo(line)
 
 
+@app.command()
+def dynamics(
+    beta: Annotated[float, typer.Option("--beta", help="coefficient of the KL penalty")],
+    p_ref: Annotated[float, typer.Option("--p-ref", help="success probability of the reference policy")],
+    start: Annotated[
+        float | None, typer.Option("--start", help="of the first policy; default: the reference's")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=10_000, help="iterations to print")] = 10,
+    alpha: Annotated[
+        float, typer.Option("--alpha", help="the reference's share of the penalty: 1 alone, 0 previous policy alone")
+    ] = 1.0,
+    epsilon: Annotated[float, typer.Option("--epsilon", help="added to the variance of the rewards")] = 1e-5,
+    normalization: Annotated[str, typer.Option("--normalization", help="of the advantages: std or none")] = "std",
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw a .png, .svg or .pdf")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predicts the success probability of iterated GRPO with binary rewards (arXiv 2503.06639)."""
+    import json
+
+    from .theory import Recurrence, report
+
+    if plot:
+        report.refuse_picture_name(plot)
+    recurrence = Recurrence(beta, p_ref, alpha, epsilon, normalization)  # type: ignore[arg-type]
+    description = report.describe(recurrence, p_ref if start is None else start, steps)
+    if as_json:
+        typer.echo(json.dumps(description))
+    else:
+        typer.echo("\n".join(report.report_lines(recurrence, description)))
+    if plot:
+        try:
+            report.draw(recurrence, description["trajectory"], plot)
+        except OSError as error:
+            typer.echo(f"amir: --plot {plot}: cannot be written ({error.strerror})", err=True)
+            raise typer.Exit(FAILED) from None
+        typer.echo(f"picture: {plot}", err=as_json)
+
+
 def _interrupt_on_signals() -> None:
     """Makes SIGTERM, and SIGHUP of a closed terminal, interrupt this process as Ctrl-C does, unless it ignores them."""
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -22,6 +22,7 @@ ROOMS = (
     ("update",),
     ("run",),
     ("trainer",),
+    ("theory",),
     ("doctor",),
     ("", "__main__"),
 )
