@@ -74,19 +74,30 @@ def config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(exclude_unset=False, mode="json"), sort_keys=False)
 
 
-def _read(run: str) -> dict[str, Any]:
+def _read(run: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The settings of a run, with those of the run that it extends below them; `extending`: the runs that led here."""
     path = Path(run)
     if run in recipe_names():
-        text = (resources.files("amir.recipes") / f"{run}.yaml").read_text()
+        text, here = (resources.files("amir.recipes") / f"{run}.yaml").read_text(), run
     elif path.suffix.lower() in (".yaml", ".yml") and path.is_file():
-        text = read_utf8(path)
+        text, here = read_utf8(path), str(path.resolve())
     else:
         near = nearest(run, recipe_names())
-        raise ConfigError(f"run {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}")
+        origin = f"{extending[-1]}: extends" if extending else "run"
+        raise ConfigError(
+            f"{origin} {run!r}: expected a YAML file or one of the recipes {', '.join(recipe_names())}{near}"
+        )
+    if here in extending:
+        raise ConfigError(f"{here}: it extends itself, by {' -> '.join([*extending, here])}; remove one `extends`")
     fields = _parse_yaml(text, run)
     if not isinstance(fields, dict):
         raise ConfigError(f"{run}: expected a mapping of settings (key: value), got {type(fields).__name__}")
-    return fields
+    if "extends" not in fields:
+        return fields
+    base = fields.pop("extends")
+    if not isinstance(base, str):
+        raise ConfigError(f"{run}: extends = {base!r}: expected the name of a recipe or the path of a YAML file")
+    return _read(base if base in recipe_names() else str(path.parent / base), (*extending, here)) | fields
 
 
 class _UniqueKeys(yaml.SafeLoader):

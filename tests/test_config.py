@@ -111,6 +111,31 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path) -> None:
         load_config(str(tmp_path / "run.YAML"))
 
 
+def test_a_run_extends_another_and_states_what_differs(tmp_path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "base.yaml").write_text("extends: quickstart\nlora: {r: 4, alpha: 8}\nseed: 1\n")
+    (tmp_path / "below" / "run.yaml").write_text("extends: ../base.yaml\nseed: 2\n")
+    config = load_config(str(tmp_path / "below" / "run.yaml"), ["max_steps=3"])
+    expected = load_config("quickstart", ["lora={r: 4, alpha: 8}", "seed=2", "max_steps=3"])
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("quickstrat", r"run\.yaml: extends '.*quickstrat': expected a YAML file or one of the recipes .*quickstart"),
+        ("nowhere.yaml", r"run\.yaml: extends '.*nowhere\.yaml': expected a YAML file or one of the recipes"),
+        ("run.yaml", r"run\.yaml: it extends itself, by .*run\.yaml -> .*run\.yaml; remove one `extends`"),
+        ("[quickstart]", r"extends = \['quickstart'\]: expected the name of a recipe or the path of a YAML file"),
+        ("null", r"extends = None: expected the name of a recipe or the path of a YAML file"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(tmp_path, base: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"extends: {base}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(tmp_path / "run.yaml"))
+
+
 def test_a_missing_required_key_is_named(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("model: x\n")
     with pytest.raises(ConfigError, match="task: missing; it has no default, so set it"):

@@ -228,7 +228,9 @@ def test_trl_float32_head_has_the_gradients_of_trls_own(peer, tmp_path, tied, ad
         lora = pytest.importorskip("peft").LoraConfig(r=4, init_lora_weights=False) if adapter else None
         options = {"cast_lm_head_to_fp32": True, "beta": 0.0, "lora": lora}
         if tied and adapter:
-            expected = (ValueError, r"tied to its input embeddings; untie them") if name == "ours" else (Exception, "")
+            expected = (
+                (ValueError, r"tied to its input embeddings; untie them") if name == "ours" else (Exception, None)
+            )
             with pytest.raises(expected[0], match=expected[1]):
                 make_trainer(peer, tmp_path, trainer_class, made, **options)
             continue

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 from transformers.utils import logging as transformers_logging
 
-LONGEST = 2000
+LONGEST, LONGEST_BESIDE_AN_ERROR = 2000, 300
+"""Characters of a warning, in a run and before the message of a run that is refused."""
 DEPRECATION = re.compile(r"\bdeprecat", re.IGNORECASE)
 """Such notices are for the callers of a library, which its user is not."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,7 +32,7 @@ class Notices(logging.Handler):
     def take(self, text: str) -> None:
         """Takes a warning, as one line; notices of deprecation, and a text that was taken before, are left out."""
         line = " ".join(ANSI.sub("", text).split())
-        line = line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
+        line = shortened(line, LONGEST)
         if line in self._texts or "deprecated" in line:
             return
         self._texts[line] = None
@@ -45,9 +46,14 @@ class Notices(logging.Handler):
             log(line)
 
     def pass_rest_to(self, log: Callable[[str], None]) -> None:
-        """What was taken goes to `log` unless `pass_to` was called: a run that is refused shows its warnings too."""
+        """What was taken goes to `log`, in short, unless `pass_to` was called: a run that is refused has warnings too."""
         if self._log is None:
-            self.pass_to(log)
+            self.pass_to(lambda line: log(shortened(line, LONGEST_BESIDE_AN_ERROR)))
+
+
+def shortened(line: str, longest: int) -> str:
+    """The line, or its start if it has more than `longest` characters."""
+    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 @contextlib.contextmanager
