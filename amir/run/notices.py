@@ -46,7 +46,7 @@ class Notices(logging.Handler):
             log(line)
 
     def pass_rest_to(self, log: Callable[[str], None]) -> None:
-        """What was taken goes to `log`, in short, unless `pass_to` was called: a run that is refused has warnings too."""
+        """What was taken goes to `log`, in short, unless `pass_to` was called: refused runs have warnings too."""
         if self._log is None:
             self.pass_to(lambda line: log(shortened(line, LONGEST_BESIDE_AN_ERROR)))
 
