@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 WORKERS := -n logical --maxprocesses 4
 # What test-fast runs: the tests of one op (T), or those of every room that take seconds.
 FAST := amir_loss batch closeness config correction dataset dynamic_sampling gsm8k layout metrics preference_loss \
-  public_surface readme reference reward rollout rooms rundir support
+  public_surface readme reference reward rollout rooms rundir support theory
 T ?= $(FAST)
 
 .DEFAULT_GOAL := help

@@ -164,7 +164,8 @@ def test_exact_grpo_on_a_bandit_follows_the_recurrence(alpha: float, normalizati
             return term + beta * (alpha * to_reference + (1 - alpha) * to_old)
 
         logits = old.clone().requires_grad_()
-        optimizer = torch.optim.LBFGS([logits], max_iter=200, tolerance_grad=1e-10, tolerance_change=1e-13)
+        exact = {"tolerance_grad": 1e-10, "tolerance_change": 1e-13, "line_search_fn": "strong_wolfe"}
+        optimizer = torch.optim.LBFGS([logits], max_iter=100, **exact)
 
         def closure(logits: torch.Tensor = logits, loss: object = loss) -> torch.Tensor:
             logits.grad = None
