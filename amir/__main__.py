@@ -185,10 +185,10 @@ def dynamics(
     if as_json:
         typer.echo(json.dumps(description))
     else:
-        typer.echo("\n".join(report.report_lines(recurrence, description)))
+        typer.echo("\n".join(report.report_lines(description)))
     if plot:
         try:
-            report.draw(recurrence, description["trajectory"], plot)
+            report.draw(recurrence, description, plot)
         except OSError as error:
             typer.echo(f"amir: --plot {plot}: cannot be written ({error.strerror})", err=True)
             raise typer.Exit(FAILED) from None

@@ -86,7 +86,12 @@ DIVERGED = "start a new run with a smaller learning_rate or max_grad_norm, or wi
 def summary(error: BaseException, length: int = 500) -> str:
     """Type and message of an error of a library or of the user's code on one line, at most `length` characters."""
     text = " ".join(f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split())
-    return text if len(text) <= length else f"{text[: length - 4]} ..."
+    return shortened(text, length)
+
+
+def shortened(line: str, length: int) -> str:
+    """The line, or its start if it has more than `length` characters."""
+    return line if len(line) <= length else f"{line[: length - 4]} ..."
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

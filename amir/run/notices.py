@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from transformers.utils import logging as transformers_logging
 
+from ..errors import shortened
+
 LONGEST, LONGEST_BESIDE_AN_ERROR = 2000, 300
 """Characters of a warning, in a run and before the message of a run that is refused."""
 DEPRECATION = re.compile(r"\bdeprecat", re.IGNORECASE)
@@ -31,8 +33,7 @@ class Notices(logging.Handler):
 
     def take(self, text: str) -> None:
         """Takes a warning, as one line; notices of deprecation, and a text that was taken before, are left out."""
-        line = " ".join(ANSI.sub("", text).split())
-        line = shortened(line, LONGEST)
+        line = shortened(" ".join(ANSI.sub("", text).split()), LONGEST)
         if line in self._texts or "deprecated" in line:
             return
         self._texts[line] = None
@@ -49,11 +50,6 @@ class Notices(logging.Handler):
         """What was taken goes to `log`, in short, unless `pass_to` was called: refused runs have warnings too."""
         if self._log is None:
             self.pass_to(lambda line: log(shortened(line, LONGEST_BESIDE_AN_ERROR)))
-
-
-def shortened(line: str, longest: int) -> str:
-    """The line, or its start if it has more than `longest` characters."""
-    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 @contextlib.contextmanager

@@ -1,44 +1,37 @@
 """What `amir dynamics` prints, draws and writes for one setting of the recurrence."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .recurrence import FixedPoint, Recurrence
+from .recurrence import Recurrence, log_odds, probability
 
 PICTURES = (".png", ".svg", ".pdf")
 CURVE_POINTS = 400
 
 
 def describe(recurrence: Recurrence, start: float, steps: int) -> dict[str, Any]:
-    """The trajectory, the fixed points and the limit, as JSON has them."""
-    return {
-        "beta": recurrence.beta,
-        "p_ref": recurrence.p_ref,
-        "alpha": recurrence.alpha,
-        "epsilon": recurrence.epsilon,
-        "normalization": recurrence.normalization,
+    """The setting, the trajectory, the fixed points and the limit, as JSON has them."""
+    return asdict(recurrence) | {
         "start": start,
         "trajectory": recurrence.trajectory(start, steps),
-        "fixed_points": [
-            {"p": point.p, "log_odds": point.log_odds, "derivative": point.derivative, "stable": point.stable}
-            for point in recurrence.fixed_points()
-        ],
+        "fixed_points": [asdict(point) | {"p": point.p, "stable": point.stable} for point in recurrence.fixed_points()],
         "limit": list(recurrence.limit(start)),
     }
 
 
-def report_lines(recurrence: Recurrence, description: dict[str, Any]) -> list[str]:
+def report_lines(description: dict[str, Any]) -> list[str]:
     """The same in words."""
     lines = ["iteration  success probability"]
     lines += [f"{iteration:9d}  {p:.6f}" for iteration, p in enumerate(description["trajectory"])]
-    lines += [_point_line(point) for point in recurrence.fixed_points()]
-    return [*lines, _limit_line(description["start"], description["limit"], mirror=recurrence.alpha == 0)]
+    lines += [_point_line(**point) for point in description["fixed_points"]]
+    return [*lines, _limit_line(description["start"], description["limit"], mirror=description["alpha"] == 0)]
 
 
-def _point_line(point: FixedPoint) -> str:
-    kind = "stable" if point.stable else "unstable"
-    return f"fixed point {point.p:.6f} (log-odds {point.log_odds:.3f}): {kind}, derivative {point.derivative:.3f}"
+def _point_line(p: float, log_odds: float, derivative: float, stable: bool) -> str:
+    kind = "stable" if stable else "unstable"
+    return f"fixed point {p:.6f} (log-odds {log_odds:.3f}): {kind}, derivative {derivative:.3f}"
 
 
 def _limit_line(start: float, limit: list[float], *, mirror: bool) -> str:
@@ -57,22 +50,20 @@ def refuse_picture_name(path: Path) -> None:
         raise ConfigError(f"--plot {path}: expected a file name that ends in {', '.join(PICTURES)}")
 
 
-def draw(recurrence: Recurrence, trajectory: list[float], path: Path) -> None:
+def draw(recurrence: Recurrence, description: dict[str, Any], path: Path) -> None:
     """Draws the iteration as a function of the probability, with its fixed points, and the trajectory."""
     from matplotlib.figure import Figure
-
-    from .recurrence import log_odds, probability
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     before = [(i + 0.5) / CURVE_POINTS for i in range(CURVE_POINTS)]
     left.plot(before, [probability(recurrence.step(log_odds(p))) for p in before], label="after one iteration")
     left.plot([0, 1], [0, 1], ":", color="gray", label="unchanged")
-    for point in recurrence.fixed_points():
-        left.plot(point.p, point.p, "o" if point.stable else "x", color="black")
+    for point in description["fixed_points"]:
+        left.plot(point["p"], point["p"], "o" if point["stable"] else "x", color="black")
     left.set(xlabel="success probability before", ylabel="after", title="stable: dot, unstable: cross")
     left.legend()
-    right.plot(range(len(trajectory)), trajectory, marker=".")
+    right.plot(description["trajectory"], marker=".")
     right.axhline(recurrence.p_ref, color="gray", linestyle=":", label="reference policy")
     right.set(xlabel="iteration", ylabel="success probability", ylim=(0, 1))
     right.legend()

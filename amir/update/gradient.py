@@ -181,8 +181,10 @@ def _pair_weights_of_split_groups(
 
     Zero for other groups, whose micro-batch computes their pair term. Adds the pair loss of the split groups to `sums`.
     """
+    if config.lambda_reg == 0:
+        return torch.zeros_like(batch.rewards)
     parts = [micro for micro in budget.split(batch.tokens, batch.has_gradient) if not micro.complete_groups]
-    if config.lambda_reg == 0 or not parts:
+    if not parts:
         return torch.zeros_like(batch.rewards)
     split = torch.zeros_like(batch.has_gradient)
     split[torch.cat([part.rows for part in parts])] = True

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .sizes import Sizes
 
 WARM_UP = 2
-LAUNCHES = 500
 
 
 class Rates(NamedTuple):
@@ -75,17 +74,9 @@ def rates_of(sizes: Sizes) -> Rates:
     target = torch.empty_like(source)
     copy = min(event_seconds(lambda: target.copy_(source), sizes.device, sizes.repeats))
     processors = torch.cuda.get_device_properties(0).multi_processor_count if sizes.device == "cuda" else 1
-    return Rates(2 * n**3 / product, 2 * sizes.copied_bytes / copy, processors, _launch_seconds(sizes.device))
-
-
-def _launch_seconds(device: str) -> float:
-    element = torch.zeros(1, device=device)
-
-    def launch_many() -> None:
-        for _ in range(LAUNCHES):
-            element.add_(1)
-
-    return min(event_seconds(launch_many, device, 3)) / LAUNCHES
+    element = torch.zeros(1, device=sizes.device)
+    launch = launch_microseconds(lambda: element.add_(1), sizes.device, sizes.launches) / 1e6
+    return Rates(2 * n**3 / product, 2 * sizes.copied_bytes / copy, processors, launch)
 
 
 class _OperationCounter(TorchDispatchMode):
