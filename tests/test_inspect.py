@@ -83,6 +83,11 @@ SPILLS_BEFORE_3_7 = {("sm_120", "stats_kernel", "all options, kept logits"): 80}
 """Bytes that ptxas 12.9, which comes with Triton 3.6, spills and 13.1 does not."""
 
 
+def test_registers_are_within_those_of_a_thread(rows):
+    for row in rows:
+        assert 0 < row["registers"] <= (255 if row["arch"] in NVIDIA else 512), row
+
+
 def test_nothing_spills_and_everything_fits(rows):
     older = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     for row in rows:

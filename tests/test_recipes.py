@@ -32,17 +32,22 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return run
 
 
-def test_gsm8k_smoke_trains_on_real_questions(tmp_path: Path, train: Train) -> None:
-    printed = train("gsm8k-smoke", num_generations=2, max_completion_length=24)
+@pytest.mark.parametrize(
+    "changes", [{"num_generations": 2, "max_completion_length": 24}, pytest.param({}, marks=pytest.mark.long)]
+)
+def test_gsm8k_smoke_trains_on_real_questions(changes: dict[str, int], tmp_path: Path, train: Train) -> None:
+    """Smaller than it is shipped, and, among the long tests, as it is."""
+    printed = train("gsm8k-smoke", **changes)
+    completions, longest = 2 * changes.get("num_generations", 4), changes.get("max_completion_length", 64)
     run = tmp_path / "runs" / "gsm8k-smoke"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
     for step in (1, 2):
         rows = [json.loads(line) for line in (run / "completions" / f"step-{step:06d}.jsonl").read_text().splitlines()]
-        assert len(rows) == 4
+        assert len(rows) == completions
         assert len({row["question"] for row in rows}) == 2
-        assert all(1 <= row["tokens"] <= 24 for row in rows)
-        assert all(row["tokens"] == 24 for row in rows if row["truncated"])
+        assert all(1 <= row["tokens"] <= longest for row in rows)
+        assert all(row["tokens"] == longest for row in rows if row["truncated"])
     assert (run / "curves.png").stat().st_size > 10_000
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
     assert "next:" in printed

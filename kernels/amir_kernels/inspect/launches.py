@@ -130,8 +130,8 @@ def group_launches() -> Iterator[Launch]:
     count, pairs, resources = COMPLETIONS, COMPLETIONS * GROUP, kernels.RESOURCES
     rounding: dict[str, Any] = {"ROUNDING": 4 * 2.0**-23}
     groups = {"rewards": "*fp64", "offsets": "*i64", "advantages": "*fp64"}
-    for block in (GROUP, kernels.MAX_GROUP_BLOCK):
-        for baseline, scale in (("mean", "std"), ("leave_one_out", "bernoulli")):
+    for block in (8, GROUP, kernels.MAX_GROUP_BLOCK):
+        for baseline, scale in (("mean", "std"), ("leave_one_out", "std"), ("leave_one_out", "bernoulli")):
             parts = {"BASELINE": baseline, "SCALE": scale, "EPS": 1e-4, "UNBIASED": True, "BLOCK": block} | rounding
             form, shared = f"{baseline}, {scale}, block {block}", (frozenset(parts), resources)
             yield Launch(kernels._group_advantage_kernel, form, groups | parts, *shared, 12 * count, 16 * count)
