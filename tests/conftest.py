@@ -1,13 +1,15 @@
 """Kernels are interpreted in the test process, before anything defines one; every test starts from the same seed."""
 
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores, and threads that wait for each other on a shared core spin: one thread each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `amir ARGUMENTS` in this process, in `tmp_path`; gives exit code, stdout and stderr."""
+    import amir.__main__
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["amir", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            amir.__main__.main()
+        torch.set_num_threads(threads)
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

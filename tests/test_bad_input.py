@@ -15,9 +15,8 @@ import yaml
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-import amir.__main__
 from amir.config_reader import config_yaml
-from tiny import model, run_config, tokenizer
+from tiny import Command, model, run_config, tokenizer
 
 FIELDS = yaml.safe_load(config_yaml(run_config(eval_prompts=0, max_steps=1, save_steps=1, num_generations=2)))
 
@@ -30,26 +29,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """Runs `amir ARGUMENTS` in this process; gives exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture(autouse=True)
+def _key_with_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_KEY", "a\nb")
-    threads = torch.get_num_threads()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["amir", *arguments])
-        with pytest.raises(SystemExit) as left:
-            amir.__main__.main()
-        torch.set_num_threads(threads)
-        told = capsys.readouterr()
-        return int(left.value.code or 0), told.out, told.err
-
-    return run
 
 
 def write(path: Path, **changes: object) -> str:

@@ -10,32 +10,25 @@ from pathlib import Path
 import pytest
 import yaml
 
-import amir.__main__
 from amir.config_reader import config_yaml
 from amir.errors import ConfigError
 from amir.run import display
-from tiny import Grader, model, run_config, tokenizer
+from tiny import Command, Grader, model, run_config, tokenizer
 from vllm_like import BASE, VllmLike
 
 FIELDS = yaml.safe_load(config_yaml(run_config(max_steps=2, output_dir="run")))
 
 
 @pytest.fixture
-def amir_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def amir_train(command: Command, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `amir train` on the tiny model, with changed settings; gives exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model().save_pretrained("tiny")
     tokenizer().save_pretrained("tiny")
     capsys.readouterr()
 
     def run(*options: str, **changes: object) -> tuple[int, str, str]:
         Path("run.yaml").write_text(yaml.safe_dump(FIELDS | {"model": "./tiny"} | changes))
-        monkeypatch.setattr(sys, "argv", ["amir", "train", "run.yaml", *options])
-        with pytest.raises(SystemExit) as ended:
-            amir.__main__.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
+        return command("train", "run.yaml", *options)
 
     return run
 

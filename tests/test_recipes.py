@@ -2,32 +2,27 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import amir.__main__ as command
 from amir.config_reader import config_yaml, load_config
+from tiny import Command
 
 Train = Callable[..., str]
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
-    """`amir train RECIPE --set KEY=VALUE ...` in a folder of its own; returns what it printed."""
+def train(command: Command) -> Train:
+    """`amir train RECIPE --set KEY=VALUE ...`, which must succeed; returns what it printed."""
 
     def run(recipe: str, **settings: object) -> str:
         words = [word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["amir", "train", recipe, *words])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        output = capsys.readouterr()
-        assert ended.value.code in (0, None), output.err
-        return output.out
+        code, out, err = command("train", recipe, *words)
+        assert code == 0, err
+        return out
 
     return run
 

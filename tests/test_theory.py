@@ -3,17 +3,16 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import amir.__main__ as command
 from amir.errors import ConfigError
 from amir.theory import Recurrence, contrastive_weights
 from amir.theory.recurrence import log_odds, probability
 from amir_kernels import Objective, policy_loss
+from tiny import Command
 
 PAGE = Path(__file__).parents[1] / "docs" / "dynamics.md"
 UNCLIPPED = Objective(clip_low=1.0, clip_high=1e9)
@@ -178,33 +177,29 @@ def test_exact_grpo_on_a_bandit_follows_the_recurrence(alpha: float, normalizati
         assert float(policy.exp()[right].sum()) == pytest.approx(p_next, abs=1e-6)
 
 
-def dynamics(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["amir", "dynamics", *words])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    return int(ended.value.code or 0)
-
-
-def test_the_command_prints_the_trajectory_and_where_it_ends(monkeypatch, capsys) -> None:
-    assert dynamics(monkeypatch, "--beta", "5", "--p-ref", "0.2", "--steps", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_the_trajectory_and_where_it_ends(command: Command) -> None:
+    code, out, _ = command("dynamics", "--beta", "5", "--p-ref", "0.2", "--steps", "2")
+    lines = out.splitlines()
+    assert code == 0
     assert lines[1:3] == ["        0  0.200000", "        1  0.291872"]
     assert "fixed point 0.280660 (log-odds -0.941): stable, derivative -0.098" in lines
     assert lines[-1] == "from 0.2 the iterations converge to 0.280660"
-    assert dynamics(monkeypatch, "--beta", "3", "--p-ref", "0.001", "--start", "0.1") == 0
-    assert "from 0.1 the iterations alternate between 0.001995 and 0.633012" in capsys.readouterr().out
-    assert dynamics(monkeypatch, "--beta", "5", "--p-ref", "0.05", "--alpha", "0") == 0
-    assert "from 0.05 the probability approaches 1: no penalty to the reference" in capsys.readouterr().out
+    code, out, _ = command("dynamics", "--beta", "3", "--p-ref", "0.001", "--start", "0.1")
+    assert code == 0
+    assert "from 0.1 the iterations alternate between 0.001995 and 0.633012" in out
+    code, out, _ = command("dynamics", "--beta", "5", "--p-ref", "0.05", "--alpha", "0")
+    assert code == 0
+    assert "from 0.05 the probability approaches 1: no penalty to the reference" in out
 
 
-def test_the_command_writes_json_and_a_picture(tmp_path, monkeypatch, capsys) -> None:
+def test_the_command_writes_json_and_a_picture(command: Command, tmp_path: Path) -> None:
     picture = tmp_path / "theory.svg"
-    assert dynamics(monkeypatch, "--beta", "1", "--p-ref", "0.2", "--json", "--plot", str(picture)) == 0
-    output = capsys.readouterr()
-    description = json.loads(output.out)
+    code, out, err = command("dynamics", "--beta", "1", "--p-ref", "0.2", "--json", "--plot", str(picture))
+    assert code == 0
+    description = json.loads(out)
     assert description["limit"] == pytest.approx([0.68128344], abs=5e-9)
     assert [point["stable"] for point in description["fixed_points"]] == [True, False, True]
-    assert output.err == f"picture: {picture}\n"
+    assert err == f"picture: {picture}\n"
     assert picture.read_text().count("<svg") == 1
 
 
@@ -218,14 +213,16 @@ def test_the_command_writes_json_and_a_picture(tmp_path, monkeypatch, capsys) ->
         (["--beta", "1", "--p-ref", "0.2", "--plot", "/nowhere/a.svg"], 1, "cannot be written (No such file"),
     ],
 )
-def test_the_command_refuses(words: list[str], code: int, message: str, monkeypatch, capsys) -> None:
-    assert dynamics(monkeypatch, *words) == code
-    assert message in capsys.readouterr().err
+def test_the_command_refuses(words: list[str], code: int, message: str, command: Command) -> None:
+    exit_code, _, err = command("dynamics", *words)
+    assert exit_code == code
+    assert message in err
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documents are not here: tests run against a wheel")
-def test_the_page_shows_what_the_command_prints(monkeypatch, capsys) -> None:
+def test_the_page_shows_what_the_command_prints(command: Command) -> None:
     example = re.search(r"\$ amir dynamics ([^\n]*)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert example
-    assert dynamics(monkeypatch, *example[1].split()) == 0
-    assert capsys.readouterr().out == example[2]
+    code, out, _ = command("dynamics", *example[1].split())
+    assert code == 0
+    assert out == example[2]

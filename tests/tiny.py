@@ -1,6 +1,7 @@
 """A model, a tokenizer and a run small enough for any test: random Llama, 101 tokens, one character a token."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from amir_kernels import Objective
 
 PAD, EOS, BOS = 0, 1, 2
 VOCAB = 101
+Command = Callable[..., tuple[int, str, str]]
+"""The fixture `command`: runs `amir ARGUMENTS`; gives exit code, stdout and stderr."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
 
 
